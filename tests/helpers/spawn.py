@@ -34,7 +34,11 @@ def _rank_main(function: Callable[..., Any], rank: int, world_size: int, store: 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), POPLAR_TEST_STORE=store)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=40),
         )
         result = function(rank, world_size, *args)
         dist.barrier()
