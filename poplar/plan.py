@@ -84,8 +84,8 @@ class RankProfile:
             )
         _check(
             bool(sizes) == (maximum > 0),
-            f"max_micro_batch_size {maximum} with {len(sizes)} points ({self.device}): a card that computes needs both, "
-            "a card that only holds shards has neither",
+            f"max_micro_batch_size {maximum} with {len(sizes)} points ({self.device}): a card that computes needs "
+            "both, a card that only holds shards has neither",
         )
         _check_seconds("optimizer_step_s", self.optimizer_step_s)
 
@@ -224,7 +224,8 @@ class Plan:
             counts = [len(rank.micro_batch_sizes) for rank in ranks]
             _check(
                 len(set(counts)) == 1,
-                f"at stage {self.zero_stage} every rank needs the same number of micro-steps (some may be 0); got {counts}",
+                f"at stage {self.zero_stage} every rank needs the same number of micro-steps (some may be "
+                f"0); got {counts}",
             )
         if self.shard_ratios is not None:
             object.__setattr__(self, "shard_ratios", check_shard_ratios(self.shard_ratios, len(ranks)))
@@ -274,8 +275,8 @@ class Plan:
         """
         if world_size != self.world_size:
             raise PlanMismatchError(
-                f"the plan is for {self.world_size} ranks, this run has {world_size}; make a new plan for {world_size}, "
-                f"or start {self.world_size} ranks"
+                f"the plan is for {self.world_size} ranks, this run has {world_size}; make a new plan for "
+                f"{world_size}, or start {self.world_size} ranks"
             )
         for rank, (row, actual) in enumerate(zip(self.ranks, device_ids or (), strict=False)):
             if row.device_id is not None and actual is not None and row.device_id != actual:
