@@ -21,6 +21,7 @@ Batch = Any
 REDUCTIONS = ("mean", "sum")
 PRECISIONS = ("fp32", "bf16", "fp16", "auto")
 ZERO_STAGES = (0, 1, 2, 3)
+STRATEGIES = ("exact", "poplar", "flops", "equal")
 
 
 def default_collate(samples: list[Any]) -> Batch:

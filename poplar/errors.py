@@ -10,6 +10,7 @@
     |   `-- ScheduleError       a module ran at a place that the ranks had not agreed on
     |-- StepError               another rank failed in a step; the step was discarded everywhere
     |-- NonFiniteError          losses or gradients stayed inf or NaN
+    |-- RankFailedError         a rank raised something that Poplar did not, or was killed
     |-- CheckpointError         a checkpoint is missing, damaged or of another model
     `-- CommunicationError      ranks disagree, or a collective gave a wrong result
 
@@ -56,6 +57,14 @@ class StepError(PoplarError):
 
 class NonFiniteError(PoplarError):
     """Losses or gradients stayed inf or NaN."""
+
+
+class RankFailedError(PoplarError):
+    """A rank raised something that Poplar did not, or was killed. ``details`` holds its traceback, if there is one."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
 
 
 class CheckpointError(PoplarError):

@@ -1,0 +1,144 @@
+"""Plans and results as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from poplar.plan import ClusterProfile, Plan, RankProfile
+
+MAX_ROWS = 24
+"""A table by rank with more rows puts neighbours that look alike into one."""
+_MISSING = "-"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay cells out in columns: numbers to the right, words to the left."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    numeric = [all(_is_numeric(row[i]) for row in rows) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def plan_table(plan: Plan, profile: ClusterProfile | None = None) -> str:
+    """Return the plan by rank: card, largest batch, speed, micro-batches, predicted compute, idle and memory."""
+    header = ("rank", "card", "largest", "samples/s", "micro-batches", "compute", "idle", "memory")
+    rows = []
+    for rank, row in enumerate(plan.ranks):
+        measured = profile.ranks[rank] if profile is not None else None
+        predicted = plan.predicted
+        rows.append(
+            (
+                str(rank),
+                row.device or (measured.device if measured else "") or _MISSING,
+                str(measured.max_micro_batch_size) if measured else _MISSING,
+                _peak_speed(measured),
+                format_sizes(row.micro_batch_sizes),
+                format_seconds(predicted.compute_s[rank]) if predicted and predicted.compute_s else _MISSING,
+                format_share(predicted.idle_s[rank], predicted.step_s) if predicted and predicted.idle_s else _MISSING,
+                _memory(plan, rank, measured),
+            )
+        )
+    return format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows)
+
+
+def plan_summary(plan: Plan) -> str:
+    """Return the plan in a line: stage, strategy, batch, predicted step."""
+    text = f"global batch {plan.global_batch_size}, ZeRO stage {plan.zero_stage}, strategy {plan.strategy}"
+    if plan.predicted is not None and plan.predicted.step_s > 0:
+        speed = plan.global_batch_size / plan.predicted.step_s
+        text += f", predicted {format_seconds(plan.predicted.step_s)} a step ({speed:.1f} samples/s)"
+    return text
+
+
+def closing_table(plan: Plan, step_s: float, idle_shares: Sequence[float], equal_step_s: float | None = None) -> str:
+    """Return what a run measured: speed against the equal split's, idle share by rank, each against its prediction.
+
+    Args:
+        step_s: measured seconds of a step of ``plan``.
+        idle_shares: by rank, the measured share of a step spent waiting for other ranks and for data.
+        equal_step_s: measured seconds of a step of the equal split. None: it was not measured.
+    """
+    predicted = plan.predicted
+    header = ("rank", "card", "micro-batches", "idle", "predicted")
+    rows = []
+    for rank, (row, idle) in enumerate(zip(plan.ranks, idle_shares, strict=True)):
+        expected = (
+            format_share(predicted.idle_s[rank], predicted.step_s) if predicted and predicted.idle_s else _MISSING
+        )
+        rows.append((str(rank), row.device or _MISSING, format_sizes(row.micro_batch_sizes), f"{idle:.0%}", expected))
+    lines = [format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows), ""]
+    line = f"this plan:   {plan.global_batch_size / step_s:.1f} samples/s, {format_seconds(step_s)} a step"
+    if predicted is not None and predicted.step_s > 0:
+        line += f" (predicted {format_seconds(predicted.step_s)}, {predicted.step_s / step_s - 1:+.0%})"
+    lines.append(line)
+    if equal_step_s is not None:
+        speed = plan.global_batch_size / equal_step_s
+        lines.append(
+            f"equal split: {speed:.1f} samples/s, {format_seconds(equal_step_s)} a step (measured in this run; the "
+            f"plan is {equal_step_s / step_s:.2f} times as fast)"
+        )
+    return "\n".join(lines)
+
+
+def join_like_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Put neighbours that differ in their first cell alone into one row, "0-511"."""
+    joined = []
+    for rest, members in groupby(rows, key=lambda row: tuple(row[1:])):
+        names = [row[0] for row in members]
+        joined.append((names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}", *rest))
+    return joined
+
+
+def format_sizes(sizes: Sequence[int]) -> str:
+    """Write micro-batch sizes with repeats counted: (24, 24, 5) is "2 x 24 + 5"."""
+    parts = [(size, len(list(same))) for size, same in groupby(sizes)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in parts) or "0"
+
+
+def format_seconds(seconds: float) -> str:
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.1f} ms"
+        if seconds < 0.01
+        else f"{seconds * 1e3:.0f} ms"
+    )
+
+
+def format_bytes(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def format_share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole > 0 else _MISSING
+
+
+def _peak_speed(measured: RankProfile | None) -> str:
+    if measured is None or not measured.points:
+        return _MISSING
+    return f"{max(size / seconds for size, seconds in measured.points):.1f}"
+
+
+def _memory(plan: Plan, rank: int, measured: RankProfile | None) -> str:
+    peaks = plan.predicted.peak_memory_bytes if plan.predicted is not None else ()
+    peak = peaks[rank] if rank < len(peaks) else None
+    if peak is None:
+        return _MISSING
+    limit = measured.memory_limit_bytes if measured is not None else None
+    return f"{format_bytes(peak)} of {format_bytes(limit)}" if limit else format_bytes(peak)
+
+
+def _is_numeric(cell: str) -> bool:
+    first = cell.lstrip("+-")[:1]
+    return first.isdigit() or cell == _MISSING

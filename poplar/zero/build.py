@@ -1,0 +1,159 @@
+"""Put a model's parameters into flat buffers, unit by unit, and hand them to a stage.
+
+Units are cut first, and each is made on the device, sent from rank 0 and sharded before the next one is touched, so
+that at stage 3 a model that fits no card whole still starts. Parameters on ``meta`` are initialised on rank 0 only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from poplar.device import Device
+from poplar.errors import ModelError
+from poplar.zero.comm import Communicator
+from poplar.zero.flat import NO_GROUP, FlatBuffer
+from poplar.zero.optimizer import OptimizerBinding, ParamState, group_indices
+from poplar.zero.precision import Precision
+from poplar.zero.stage import Stage
+from poplar.zero.stage0 import Stage0
+from poplar.zero.stage1 import Stage1
+from poplar.zero.stage2 import Stage2
+from poplar.zero.stage3 import Stage3
+from poplar.zero.units import Unit, UnitsArgument, cut_units
+
+STAGES: dict[int, type[Stage]] = {0: Stage0, 1: Stage1, 2: Stage2, 3: Stage3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is to be laid out over the ranks."""
+
+    zero_stage: int
+    ratios: tuple[float, ...]
+    """Share of the model state of each rank; all equal: equal shards."""
+    precision: Precision
+    units: UnitsArgument = None
+    comm: Communicator
+    device: Device
+    groups: dict[nn.Parameter, int] = field(default_factory=dict)
+    """Optimizer group of each parameter, once known."""
+
+
+def build(
+    model: nn.Module, optimizer: Optimizer, layout: Layout, states: dict[nn.Parameter, ParamState]
+) -> tuple[Stage, OptimizerBinding]:
+    """Lay the model out, send it from rank 0, and bind the optimizer to the shards.
+
+    Args:
+        states: optimizer state to begin with, whole, by parameter.
+    Collective.
+    """
+    units = cut_units(model, layout.units)
+    groups = layout.groups or group_indices(optimizer, units)
+    never_cast = {
+        param
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        for param in module.parameters(recurse=False)
+    }
+
+    def dtypes_of(param: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+        compute_dtype = layout.precision.compute_dtype(param, keep=param in never_cast)
+        return compute_dtype, layout.precision.master_dtype(param, compute_dtype)
+
+    for unit in units:
+        _replace_meta(model, unit, groups, layout)
+        unit.build_buffers(lambda param: groups.get(param, NO_GROUP), dtypes_of, layout.ratios, layout.comm.rank)
+    stage = STAGES[layout.zero_stage](model, units, layout.comm, layout.device)
+    for unit in units:
+        for buffer in unit.buffers:
+            _fill(buffer, stage, layout)
+    _send_buffers(model, layout)
+    return stage, OptimizerBinding(optimizer, units, states)
+
+
+def _fill(buffer: FlatBuffer, stage: Stage, layout: Layout) -> None:
+    """Copy the parameters, as they are on rank 0, into a new whole buffer, and hand it to the stage."""
+    device = layout.device.torch_device
+    whole = torch.empty(buffer.padded_numel, dtype=buffer.master_dtype, device=device)
+    buffer.zero_padding(whole)
+    with torch.no_grad():
+        for piece in buffer.pieces:
+            piece.view_of(whole).copy_(piece.param)
+    layout.comm.broadcast(whole, src=0, name=f"initial {buffer.pieces[0].names[0]}...")
+    if buffer.dtype == buffer.master_dtype:
+        stage.adopt(buffer, whole)
+        buffer.master = buffer.shard
+    else:
+        stage.adopt(buffer, whole.to(buffer.dtype))
+        buffer.master = whole[buffer.update_start : buffer.update_stop].clone()
+
+
+def _send_buffers(model: nn.Module, layout: Layout) -> None:
+    """Move the module buffers (statistics, masks) to the device and make them those of rank 0."""
+    device = layout.device.torch_device
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise ModelError(
+                    f"buffer {name!r} of {module_name or 'the model'} is on meta and nothing initialises it; "
+                    "build the model on the CPU, or fill the buffer in the module's reset_parameters()"
+                )
+            if buffer.device != device:
+                module._buffers[name] = buffer = buffer.to(device)
+            if buffer.is_contiguous():
+                layout.comm.broadcast(buffer, src=0, name=f"buffer {name}")
+            else:
+                whole = buffer.contiguous()
+                layout.comm.broadcast(whole, src=0, name=f"buffer {name}")
+                buffer.copy_(whole)
+
+
+def _replace_meta(model: nn.Module, unit: Unit, groups: dict[nn.Parameter, int], layout: Layout) -> None:
+    """Give a unit's parameters on ``meta`` memory, and on rank 0 values."""
+    on_meta = [param for _, param in unit.params if param.is_meta]
+    if not on_meta:
+        return
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    device = layout.device.torch_device
+    for param in on_meta:
+        replaced[param] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+        if param in groups:
+            groups[replaced[param]] = groups.pop(param)
+    unit.params = [(names, replaced.get(param, param)) for names, param in unit.params]
+    owners: list[tuple[str, nn.Module]] = []
+    for module_name, module in model.named_modules():
+        for name, old in module._parameters.items():
+            if old in replaced:
+                module._parameters[name] = replaced[old]
+                if module not in (owner for _, owner in owners):
+                    owners.append((module_name, module))
+    for module_name, module in owners:
+        _initialise(module_name, module, device, run=layout.comm.rank == 0)
+
+
+def _initialise(module_name: str, module: nn.Module, device: torch.device, run: bool) -> None:
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is None:
+        raise ModelError(
+            f"module {module_name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); build the model "
+            "on the CPU, or give the module that method"
+        )
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    if run:
+        reset()
+
+
+def layout_signature(units: Sequence[Unit]) -> list[Tensor | bool]:
+    """Return what a change of makes it necessary to build anew: which parameters are trained."""
+    return [param.requires_grad for unit in units for _, param in unit.params]
