@@ -34,7 +34,7 @@ _HOME = {
     "StepResult": "poplar.engine",
     "allocate": "poplar.allocator",
     "fit": "poplar.training",
-    "initialize": "poplar.engine",
+    "initialize": "poplar.startup",
     "make_plan": "poplar.profiler",
     "profile": "poplar.profiler",
 }

@@ -38,7 +38,7 @@ class StageOutcome:
     plan: Plan | None
     """None: the stage does not fit."""
     problem: str = ""
-    """Why it does not fit, and on which card."""
+    """Why it does not fit, and on which card. With a plan: why it may not fit."""
 
     @property
     def fits(self) -> bool:
@@ -61,9 +61,11 @@ class StageOutcome:
         predicted = self.plan.predicted
         idle = sum(predicted.idle_s) / (len(predicted.idle_s) * predicted.step_s) if predicted.step_s else 0.0
         shards = ", uneven shards" if self.has_uneven_shards else ""
+        doubt = f"; may not fit: {self.problem}" if self.problem else ""
         return (
             f"stage {self.zero_stage}{shards}: {predicted.step_s:.4g} s a step: compute up to "
-            f"{max(predicted.compute_s):.4g} s, collectives {predicted.collective_s:.4g} s, idle {idle:.0%} on average"
+            f"{max(predicted.compute_s):.4g} s, collectives {predicted.collective_s:.4g} s, "
+            f"idle {idle:.0%} on average{doubt}"
         )
 
 
@@ -121,7 +123,7 @@ def explain(
     for candidate in profiles:
         try:
             plan = _plan_stage(candidate, global_batch_size, strategy, bounds, equal_micro_steps)
-            outcomes.append(StageOutcome(zero_stage=candidate.zero_stage, plan=plan))
+            outcomes.append(StageOutcome(zero_stage=candidate.zero_stage, plan=plan, problem=_doubt(candidate)))
         except InfeasiblePlanError as error:
             outcomes.append(StageOutcome(zero_stage=candidate.zero_stage, plan=None, problem=str(error)))
     return tuple(outcomes)
@@ -129,6 +131,8 @@ def explain(
 
 def choose_outcome(outcomes: Sequence[StageOutcome]) -> Plan:
     """Return the plan of the fastest outcome, of equal ones the lowest stage; its notes tell of all, if there are more.
+
+    A stage that may not fit is taken only where no other does.
 
     Raises:
         InfeasiblePlanError: none fits.
@@ -141,7 +145,8 @@ def choose_outcome(outcomes: Sequence[StageOutcome]) -> Plan:
     def fastest(candidates: Sequence[StageOutcome]) -> StageOutcome | None:
         return min(candidates, key=lambda outcome: (outcome.step_s, outcome.zero_stage), default=None)
 
-    fitting = [outcome for outcome in outcomes if outcome.fits]
+    fitting = [outcome for outcome in outcomes if outcome.fits and not outcome.problem]
+    fitting = fitting or [outcome for outcome in outcomes if outcome.fits]
     even = fastest([outcome for outcome in fitting if not outcome.has_uneven_shards])
     uneven = fastest([outcome for outcome in fitting if outcome.has_uneven_shards])
     gains = uneven is not None and (even is None or uneven.step_s <= (1 - MIN_SHARD_GAIN) * even.step_s)
@@ -286,6 +291,18 @@ def _check_state_fits(profile: ClusterProfile) -> None:
                 f"{missing} bytes are missing on rank {index} ({rank.device}): it holds {rank.state_bytes / _GIB:.2f} "
                 f"GiB of model state at stage {profile.zero_stage} and may use {rank.memory_limit_bytes / _GIB:.2f} GiB"
             )
+
+
+def _doubt(profile: ClusterProfile) -> str:
+    """Say which card may not hold the whole model state of stage 0: it ran nothing, and its memory is not known."""
+    if profile.zero_stage > 0:
+        return ""
+    doubtful = [
+        index
+        for index, rank in enumerate(profile.ranks)
+        if rank.max_micro_batch_size == 0 and (rank.state_bytes is None or rank.memory_limit_bytes is None)
+    ]
+    return f"no batch ran on {rank_names(profile, doubtful)}" if doubtful else ""
 
 
 def _nothing_fits(profile: ClusterProfile) -> str:

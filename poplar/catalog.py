@@ -232,6 +232,9 @@ def _card_from_row(row: Any, shared_sources: Mapping[str, str], where: str) -> C
     missing = [key for key in _REQUIRED if row.get(key) is None]
     if unknown or missing:
         raise ConfigError(f"{where}: card {name!r} lacks {missing} and has unknown fields {sorted(unknown)}")
+    aliases, sources = row.get("aliases", []), row.get("sources", {})
+    if not isinstance(aliases, list) or not isinstance(sources, dict):
+        raise ConfigError(f'{where}: card {name!r}: "aliases" must be a list and "sources" an object')
     numbers = {key: row[key] for key in ("memory_gib", "reported_memory_gib", *_FIELDS) if row.get(key) is not None}
     for key, value in numbers.items():
         _check_positive(f"{where}: card {name!r}: {key}", value)
@@ -245,8 +248,8 @@ def _card_from_row(row: Any, shared_sources: Mapping[str, str], where: str) -> C
         usable_memory_bytes=max(1, reported_bytes - _CONTEXT_BYTES),
         half=_rates_from_row(row, "half", settings["fp16_tflops"] or settings["fp32_tflops"], where),
         single=_rates_from_row(row, "single", settings["fp32_tflops"], where),
-        aliases=tuple(row.get("aliases", ())),
-        sources={fact: shared_sources.get(source, source) for fact, source in row.get("sources", {}).items()},
+        aliases=tuple(map(str, aliases)),
+        sources={fact: shared_sources.get(source, source) for fact, source in sources.items()},
         **settings,
     )
 

@@ -1,8 +1,8 @@
 """What this rank runs on: the card or the CPU, its free memory, its identity, its clock. The only importer of pynvml.
 
-    Device        a CPU rank; also the interface that engine, profiler and command line use
-    `-- CudaDevice      a CUDA or ROCm card
-    `-- EmulatedDevice  a CPU rank that stands for a named card (emulation.py)
+Device        a CPU rank; also the interface that engine, profiler and command line use
+`-- CudaDevice      a CUDA or ROCm card
+`-- EmulatedDevice  a CPU rank that stands for a named card (emulation.py)
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import re
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from poplar.catalog import match_device_name
 from poplar.errors import ConfigError
+from poplar.host import free_host_bytes, local_rank, local_world_size
 from poplar.memory_meter import MemoryMeter
 
 _NATIVE_BF16_CAPABILITY = (8, 0)
@@ -39,7 +39,7 @@ class Device:
     """What one rank runs on; this class itself is a CPU rank, whose memory is metered (see memory_meter.py).
 
     Args:
-        memory_fraction: share of the free memory that this rank may use.
+        memory_fraction: share of the free memory that this rank may use. None: all of it.
 
     Raises:
         ConfigError: ``memory_fraction`` is not above 0 and at most 1.
@@ -49,15 +49,15 @@ class Device:
     """ "nvidia", "amd" or "cpu": cards of two vendors share no collective library but gloo."""
     is_emulated = False
 
-    def __init__(self, memory_fraction: float = 1.0):
+    def __init__(self, memory_fraction: float | None = None):
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
         """Catalogue name of the card; where the catalogue lacks it, what the driver calls it."""
         self.device_id: str | None = None
         """The card's UUID as this process sees it, so that another numbering of the cards cannot mislead."""
-        self.memory_fraction = check_memory_fraction(memory_fraction)
+        self.memory_fraction = check_share("memory_fraction", 1.0 if memory_fraction is None else memory_fraction)
         self.memory_limit_bytes = self._read_memory_limit()
-        """Bytes that this rank may use, model state included: what was free at the start, not what the card has. None: unknown."""
+        """Bytes that this rank may use, model state included: those free at the start, not all. None: unknown."""
         self._meter = MemoryMeter(self.memory_limit_bytes, owner="this rank")
 
     def _read_memory_limit(self) -> int | None:
@@ -104,6 +104,10 @@ class Device:
     def pace(self) -> None:
         """Close a stretch of compute: emulation sleeps here; a real device does nothing."""
 
+    def unpaced(self) -> AbstractContextManager[None]:
+        """Return a context in which ``pace`` does not sleep; ``clock_s`` runs ahead by as much, and tells the same."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def metered(self, *tracked: Any) -> Any:
         """Count tensor memory inside, and hold it to ``memory_limit_bytes``. On a card the allocator always does.
@@ -113,12 +117,8 @@ class Device:
         Args:
             tracked: modules, optimizers or tensors that were there before, to be counted too.
         """
-        if self._meter.is_running:
-            self._meter.track(*tracked)
-            yield
-            return
         self._meter.track(*tracked)
-        with self._meter:
+        with contextlib.nullcontext() if self._meter.is_running else self._meter:
             yield
 
     def track(self, *objects: Any) -> None:
@@ -135,10 +135,10 @@ class CudaDevice(Device):
 
     Args:
         index: of the card among those that this process sees.
-        memory_fraction: share of the card's free memory that this rank may use.
+        memory_fraction: share of the card's free memory that this rank may use. None: all of it.
     """
 
-    def __init__(self, index: int, memory_fraction: float = 1.0):
+    def __init__(self, index: int, memory_fraction: float | None = None):
         torch.cuda.set_device(index)
         self._index = index
         properties = torch.cuda.get_device_properties(index)
@@ -148,7 +148,7 @@ class CudaDevice(Device):
         self.vendor = "amd" if torch.version.hip else "nvidia"
         self.device_id = f"GPU-{properties.uuid}"
         self._architecture = str(getattr(properties, "gcnArchName", ""))
-        if memory_fraction < 1 and self.memory_limit_bytes is not None:
+        if self.memory_fraction < 1 and self.memory_limit_bytes is not None:
             # Held to it by the allocator, so that the profiler meets a real out-of-memory.
             torch.cuda.set_per_process_memory_fraction(self.memory_limit_bytes / properties.total_memory, index)
 
@@ -173,7 +173,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self._index)
 
     def native_dtypes(self) -> tuple[str, ...]:
-        # Not torch.cuda.is_bf16_supported(): it says yes to cards that emulate bfloat16, slowly (pytorch/pytorch#124996).
+        # Not torch.cuda.is_bf16_supported(): it says yes to cards that emulate bfloat16 (pytorch/pytorch PR#148322).
         if self.vendor == "amd":
             native = self._architecture.startswith(_NATIVE_BF16_ARCHITECTURES)
         else:
@@ -191,13 +191,12 @@ class CudaDevice(Device):
         return contextlib.nullcontext()
 
 
-def current_device(memory_fraction: float = 1.0) -> Device:
+def current_device(memory_fraction: float | None = None) -> Device:
     """Return what this rank runs on: the card that its local rank picks, or the CPU where there is none.
 
     Raises:
         ConfigError: more ranks on this machine than cards, or a wrong ``memory_fraction``.
     """
-    check_memory_fraction(memory_fraction)
     if not torch.cuda.is_available():
         return Device(memory_fraction)
     num_cards, rank = torch.cuda.device_count(), local_rank()
@@ -205,8 +204,8 @@ def current_device(memory_fraction: float = 1.0) -> Device:
         return CudaDevice(0, memory_fraction)  # Slurm may show each task its own card alone
     if rank >= num_cards:
         raise ConfigError(
-            f"local rank {rank} needs a card of its own, this process sees {num_cards}; start {num_cards} ranks on this "
-            'machine, or set CUDA_VISIBLE_DEVICES="" to run on the CPU'
+            f"local rank {rank} needs a card of its own, this process sees {num_cards}; start {num_cards} ranks on "
+            'this machine, or set CUDA_VISIBLE_DEVICES="" to run on the CPU'
         )
     return CudaDevice(rank, memory_fraction)
 
@@ -219,83 +218,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
-def check_memory_fraction(memory_fraction: float) -> float:
-    """Return ``memory_fraction``.
+def check_share(name: str, share: float) -> float:
+    """Return ``share``.
 
     Raises:
-        ConfigError: it is not above 0 and at most 1.
+        ConfigError: it is not a number above 0 and at most 1.
     """
-    if not 0 < memory_fraction <= 1:
-        raise ConfigError(f"memory_fraction must be above 0 and at most 1; got {memory_fraction!r}")
-    return memory_fraction
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ConfigError(f"{name} must be a number above 0 and at most 1; got {share!r}")
+    return share
 
 
 def card_name(device_name: str) -> str:
     """Return the catalogue's name of what the driver calls ``device_name``, or that in the catalogue's spelling."""
     card = match_device_name(device_name)
     return card.name if card is not None else re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-
-
-def local_rank() -> int:
-    """Return this process's place among the ranks of its machine."""
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
-
-
-def local_world_size() -> int:
-    """Return the number of ranks on this machine."""
-    given = os.environ.get("LOCAL_WORLD_SIZE")
-    if given is None and "SLURM_NTASKS_PER_NODE" in os.environ:
-        given = os.environ["SLURM_NTASKS_PER_NODE"].split("(")[0]
-    return int(given or 1)
-
-
-def usable_cores() -> float:
-    """Return the processor cores that this process may use: its affinity, or its cgroup's quota if that is less."""
-    cores = float(len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else float(os.cpu_count() or 1)
-    limits = [_read_quota(Path(folder, "cpu.max")) for folder in _cgroup_folders()]
-    return min([cores, *(limit for limit in limits if limit is not None)])
-
-
-def free_host_bytes() -> int | None:
-    """Return the bytes of main memory that this process could still take, cgroup limits included; None: unknown."""
-    found = []
-    try:
-        text = Path("/proc/meminfo").read_text()
-        found.append(int(re.search(r"MemAvailable:\s+(\d+) kB", text).group(1)) * 1024)  # type: ignore[union-attr]
-    except (OSError, AttributeError):
-        if "SC_PHYS_PAGES" in os.sysconf_names:
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for folder in _cgroup_folders():
-        limit, used = _read_int(folder / "memory.max"), _read_int(folder / "memory.current")
-        if limit is not None and used is not None:
-            found.append(max(0, limit - used))
-    return min(found, default=None)
-
-
-def _cgroup_folders() -> list[Path]:
-    """Return the folders of this process's cgroup (version 2) and of those above it: any of them may set a limit."""
-    try:
-        line = next(row for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::"))
-    except (OSError, StopIteration):
-        return []
-    root = Path("/sys/fs/cgroup")
-    own = root / line[3:].lstrip("/")
-    return [folder for folder in (own, *own.parents) if folder == root or root in folder.parents]
-
-
-def _read_quota(path: Path) -> float | None:
-    try:
-        quota, period = path.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):
-        return None  # no such file, or "max"
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

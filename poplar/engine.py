@@ -2,16 +2,15 @@
 
     step(micro_batches)
       agree      one small collective: total weight, number of micro-steps, complaints
-      compute    each micro-batch: forward, loss x (its weight / total weight), backward; the stage reduces with SUM
-      only decide     one small collective: loss, norm, non-finite values, failures; the same decision on every rank
+      compute    each micro-batch: forward, loss x (its weight / total weight), backward; the stage reduces by SUM only
+      decide     one small collective: loss, norm, non-finite values, failures; the same decision on every rank
       update     clip, optimizer.step(), publish the shards
 
 [Note: exactness]
 A micro-batch's loss is a mean over its own weight (samples, or valid tokens). Multiplied by weight / total weight
 before backward, the sum over micro-batches and ranks is the mean over the global batch, and so are gradients, for any
-split.
-Nothing is divided afterwards. A micro-batch of weight 0 has the mean 0/0: it is not computed at all, and adds exactly
-0.
+split. Nothing is divided afterwards. A micro-batch of weight 0 has the mean 0/0: it is not computed at all, and adds
+exactly 0.
 """
 
 from __future__ import annotations
@@ -20,30 +19,29 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from poplar.config import REDUCTIONS, ZERO_STAGES, Batch
-from poplar.device import Device, current_device
-from poplar.errors import ConfigError, ModelError, NonFiniteError, StepError
-from poplar.plan import Plan, check_shard_ratios
+from poplar.config import REDUCTIONS, Batch
+from poplar.errors import ConfigError, ModelError, NonFiniteError
 from poplar.zero.build import Layout, build, layout_signature
 from poplar.zero.clip import check_norm_type, clip_coefficient, global_norm, local_norm_part
-from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, check_same, join_process_group
-from poplar.zero.optimizer import check_elementwise, whole_states
-from poplar.zero.precision import LossScale, PoplarWarning, resolve_precision
+from poplar.zero.comm import check_same, raise_failure
+from poplar.zero.debug import CheckedComm, check_replicas
+from poplar.zero.optimizer import whole_states
+from poplar.zero.precision import LossScale, PoplarWarning
 from poplar.zero.state import whole_optimizer_state, whole_params
 from poplar.zero.tree import common_first_dimension, move_to
-from poplar.zero.units import UnitsArgument, large_units
+from poplar.zero.units import Unit, clean_name
+from poplar.zero.watch import ModelWatch
 
 if TYPE_CHECKING:
     import os
 
-    import torch.distributed as dist
 
 LossFunction = Callable[[nn.Module, Batch], Tensor]
 WeightFunction = Callable[[Batch], "float | Tensor"]
@@ -132,10 +130,16 @@ class Engine:
         self._vote_wait_s = 0.0
         self._stage, self._binding = build(module, optimizer, layout, whole_states(optimizer))
         self._signature = layout_signature(self._stage.units)
+        self._watch = ModelWatch(module)
 
     @property
     def zero_stage(self) -> int:
         return self._stage.number
+
+    @property
+    def units(self) -> list[Unit]:
+        """The model's units: see ``poplar.zero.units``."""
+        return self._stage.units
 
     @property
     def precision(self) -> str:
@@ -196,6 +200,7 @@ class Engine:
                 stage.idle_micro_step(is_last)
             return
         try:
+            self.device.mark()
             stage.begin_forward(training=True)
             loss = self._compute_loss(batch)
             stage.begin_backward(is_last)
@@ -225,6 +230,7 @@ class Engine:
         stage = self._stage
         try:
             stage.finish_reductions()
+            self.device.mark()
             rows = self._report(tally)
             if any(row[1] for row in rows):
                 late = self.comm.gather_objects(stage.late_units())
@@ -240,6 +246,8 @@ class Engine:
         finally:
             stage.clear_gradients()
         stage.agree_on_order()
+        if isinstance(self.comm, CheckedComm):
+            check_replicas(stage, self.optimizer, self.loss_scale.value)
         self._take_note(result, [row[2] for row in rows])
         return result
 
@@ -247,7 +255,7 @@ class Engine:
         """Return each rank's (failed, late units, loss, part of the norm)."""
         grads = [g for _, buffer in self._stage.trainable_buffers() if (g := buffer.owned_grad()) is not None]
         loss = torch.stack(tally.losses).sum().item() if tally.losses else 0.0
-        part = local_norm_part(grads, self._settings.norm_type)
+        part = local_norm_part(grads, self._settings.norm_type) if self.comm.replica == 0 else 0.0
         return self._vote([float(tally.failure is not None), float(len(self._stage.late_units())), loss, part])
 
     def _update(self, norm: float) -> None:
@@ -321,6 +329,7 @@ class Engine:
     @torch.no_grad()
     def _evaluate_one(self, tally: _Tally, batch: Batch, factor: float) -> None:
         try:
+            self.device.mark()
             self._stage.begin_forward(training=False)
             tally.losses.append(self._compute_loss(batch).double() * factor)
         except Exception as error:
@@ -337,6 +346,7 @@ class Engine:
         try:
             if self._is_unsharded:
                 raise ConfigError("step and evaluate cannot run inside `with engine.unsharded():`")
+            self._watch.check()
             batches = list(micro_batches)
             weights = [0.0 if batch is None else self._weigh(batch) for batch in batches]
         except Exception as error:
@@ -366,14 +376,9 @@ class Engine:
 
     def _raise_failures(self, own: BaseException | None, failed: Sequence[float], what: str) -> None:
         """Raise on every rank if one has failed: its own error there, StepError elsewhere."""
-        if not any(failed):
-            return
-        texts = self.comm.gather_objects(f"{type(own).__name__}: {own}" if own is not None else None)
-        self._stage.forget_orders()
-        if own is not None:
-            raise own
-        rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-        raise StepError(f"rank {rank} {what}: {text}")
+        if any(failed):
+            self._stage.forget_orders()
+            raise_failure(self.comm, own, what)
 
     def _record(self, batches: Sequence[Batch], weights: Sequence[float], count: int, training: bool) -> None:
         """Agree on the order of a micro-step's collectives, where the stage needs one and has none."""
@@ -425,11 +430,13 @@ class Engine:
         named: dict[str, Tensor] = {}
         for piece, whole in whole_params(self._stage):
             named.update(dict.fromkeys(piece.names, whole))
-        from poplar.zero.units import clean_name
-
         order = [clean_name(name) for name in self.module.state_dict(keep_vars=True)]
         buffers = {clean_name(name): value for name, value in self.module.state_dict().items()}
-        return {name: named[name] if name in named else buffers[name].detach().cpu().clone() for name in order}
+
+        def copied(value: Any) -> Any:  # a module's extra state need not be a tensor
+            return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+        return {name: named[name] if name in named else copied(buffers[name]) for name in order}
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, whole, by original parameter name, on the CPU.
@@ -465,130 +472,28 @@ class Engine:
         self._stage, self._binding = build(self.module, self.optimizer, self._layout, states)
         self._signature = layout_signature(self._stage.units)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a checkpoint that any stage, world size, split or shard ratio can load. Collective."""
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint that any stage, world size, split or shard ratio can load: ``poplar.checkpoint``.
+
+        Args:
+            path: a folder, written by rank 0; an older checkpoint there is replaced once the new one is complete.
+            extra: what ``load`` is to return, such as ``loader.state_dict()`` and ``scheduler.state_dict()`` by name.
+        Collective.
+        """
         from poplar.checkpoint import save_checkpoint
 
-        save_checkpoint(self, path)
+        save_checkpoint(self, path, extra)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Read a checkpoint written by ``save`` at any stage, world size, split or shard ratio. Collective."""
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Read a checkpoint written by ``save`` at any stage, world size, split or shard ratio; return its ``extra``.
+
+        Collective; rank 0 reads.
+        """
         from poplar.checkpoint import load_checkpoint
 
-        load_checkpoint(self, path)
+        return load_checkpoint(self, path)
 
     def close(self) -> None:
         """Remove the hooks from the model. At stage 3 its parameters stay sharded."""
         self._stage.close()
-
-
-def initialize(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: LossFunction,
-    *,
-    zero_stage: int | None = None,
-    plan: Plan | None = None,
-    weight: WeightFunction | None = None,
-    reduction: str = "mean",
-    precision: str | None = None,
-    max_grad_norm: float | None = None,
-    max_grad_value: float | None = None,
-    norm_type: float = 2.0,
-    non_finite: str = "skip",
-    shard_ratios: Sequence[float] | None = None,
-    units: UnitsArgument = None,
-    group: dist.ProcessGroup | None = None,
-    comm: Communicator | None = None,
-    device: Device | None = None,
-) -> Engine:
-    """Shard a model and its optimizer over the ranks of a group, and return the engine that trains them.
-
-    Args:
-        model: on the CPU or on meta; its parameters and buffers become those of rank 0.
-        optimizer: built on the model's parameters; element-wise (SGD, Adam, ...). It is bound to this rank's shards.
-        loss: (model, micro-batch) -> scalar, the mean over the micro-batch's weight (or the sum).
-        zero_stage: 0, 1, 2 or 3; None: the plan's, or 0.
-        plan: sets stage, shard ratios and precision.
-        weight: micro-batch -> denominator of its mean (samples, tokens); None: the tensors' common first dimension.
-        reduction: "mean" or "sum", what the loss is.
-        precision: "fp32" (each parameter its own dtype), "bf16", "fp16" or "auto"; None: the plan's, or "fp32".
-        max_grad_norm: clip the global norm (of ``norm_type``) to this.
-        max_grad_value: clip every element to [-value, value].
-        non_finite: "skip" a step whose gradients are not finite, on all ranks, or "raise".
-        shard_ratios: share of the model state by rank; None: equal.
-        units: names, modules, or a predicate (name, module) that cut the model; None: see ``poplar.zero.units``.
-        group: the ranks; None: the launcher's group, or this process alone.
-        comm: a communicator instead of ``group``.
-        device: what this rank runs on; None: the accelerator of this local rank, or the CPU.
-
-    Raises:
-        ConfigError: an argument is wrong, contradicts the plan, or the optimizer needs whole parameters.
-        ModelError: the model has nothing to train.
-    Collective.
-    """
-    settings = StepSettings(
-        weight=weight,
-        reduction=reduction,
-        max_grad_norm=max_grad_norm,
-        max_grad_value=max_grad_value,
-        norm_type=norm_type,
-        non_finite=non_finite,
-    )
-    zero_stage, precision, shard_ratios = _settle(plan, zero_stage, precision, shard_ratios)
-    device = device or current_device()
-    comm = comm or _communicator(group, device)
-    if plan is not None:
-        plan.check_cluster(comm.world_size, comm.gather_objects(device.device_id))
-    _check_model(model, optimizer)
-    layout = Layout(
-        zero_stage=zero_stage,
-        ratios=check_shard_ratios(shard_ratios or [1.0] * comm.world_size, comm.world_size),
-        precision=resolve_precision(precision, [row or () for row in comm.gather_objects(device.native_dtypes())]),
-        units=units,
-        comm=comm,
-        device=device,
-    )
-    engine = Engine(model, optimizer, loss, layout, settings)
-    if zero_stage == 3 and comm.world_size > 1:
-        for unit, share in large_units(engine._stage.units):
-            warnings.warn(
-                f"unit {unit.name} holds {share:.0%} of the model; at stage 3 it is gathered whole; cut it with units=",
-                PoplarWarning,
-                stacklevel=2,
-            )
-    return engine
-
-
-def _settle(
-    plan: Plan | None, zero_stage: int | None, precision: str | None, shard_ratios: Sequence[float] | None
-) -> tuple[int, str, Sequence[float] | None]:
-    """Return stage, precision and ratios from the plan and the arguments, which must not contradict it."""
-    if plan is not None:
-        ratios = None if shard_ratios is None else check_shard_ratios(shard_ratios, plan.world_size)
-        given = {"zero_stage": zero_stage, "precision": precision, "shard_ratios": ratios}
-        for name, value in given.items():
-            if value is not None and value != getattr(plan, name):
-                raise ConfigError(
-                    f"{name}={value!r} contradicts the plan, which has {getattr(plan, name)!r}; leave it out"
-                )
-        return plan.zero_stage, plan.precision, plan.shard_ratios
-    zero_stage = 0 if zero_stage is None else zero_stage
-    if zero_stage not in ZERO_STAGES or isinstance(zero_stage, bool):
-        raise ConfigError(f"zero_stage must be 0, 1, 2 or 3; got {zero_stage!r}")
-    return zero_stage, precision or "fp32", shard_ratios
-
-
-def _communicator(group: dist.ProcessGroup | None, device: Device) -> Communicator:
-    joined = group if group is not None else join_process_group(device=device.torch_device)
-    return LoopbackComm(0, 1) if joined is None else ProcessGroupComm(joined, device.torch_device)
-
-
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    if not any(True for _ in model.parameters()):
-        raise ModelError(f"the model ({type(model).__name__}) has no parameters; there is nothing to train")
-    if not any(param.requires_grad for param in model.parameters()):
-        raise ModelError("no parameter of the model requires a gradient; there is nothing to train")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
-    check_elementwise(optimizer)
+        self._watch.close()

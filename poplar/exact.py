@@ -186,9 +186,8 @@ def _together(
     """Stages 2 and 3: all ranks wait for the slowest in every micro-step."""
     levels = Levels([kind.seconds for kind in kinds], [len(kind.ranks) for kind in kinds])
     useful = int(np.searchsorted(levels.capacities, global_batch_size)) + 1
-    covering = Covering(
-        levels.capacities[:useful], levels.thresholds[:useful] + micro_step_collective_s, global_batch_size
-    )
+    samples = np.minimum(levels.capacities[:useful], global_batch_size)
+    covering = Covering(samples, levels.thresholds[:useful] + micro_step_collective_s, global_batch_size)
     totals = covering.parts(global_batch_size, lambda total: levels.threshold(total) + micro_step_collective_s)
     return spread(world_size, kinds, levels, totals)
 

@@ -45,6 +45,8 @@ class FitConfig:
     """Cards that CPU ranks stand for, as "v100-16g:2,t4-16g:2"."""
     memory_fractions: tuple[float, ...] | None = None
     """Share of its memory that each rank may use; one entry stands for all ranks."""
+    backend: str | None = None
+    """Library of the collectives, "nccl" or "gloo". None: nccl for GPUs, else gloo."""
     seed: int = 0
     """Of the weights and of the order of samples; dropout draws from it and the rank."""
     eval_every: int | None = None
@@ -58,6 +60,8 @@ class FitConfig:
     """Where metrics, plan, profile and settings are written. None: nowhere."""
     progress: bool = True
     """Whether rank 0 shows the plan, the progress and the closing table."""
+    recipe: str | None = None
+    """Where the recipe comes from; written down beside the run, and without effect on it."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "steps", "epochs", "eval_every"):
@@ -131,10 +135,10 @@ class FitConfig:
                 "entry a rank, or one for all"
             )
 
-    def memory_fraction(self, rank: int) -> float | None:
-        """Return the share of its memory that ``rank`` may use; None where nothing was said."""
+    def memory_fraction(self, rank: int) -> float:
+        """Return the share of its memory that ``rank`` may use."""
         if self.memory_fractions is None:
-            return None
+            return 1.0
         return self.memory_fractions[0] if len(self.memory_fractions) == 1 else self.memory_fractions[rank]
 
     def to_json(self, **more: Any) -> str:

@@ -114,12 +114,12 @@ def parse_link(text: str) -> Interconnect:
             link = replace(link, intra_bytes_per_s=None if value == "card" else _number(part, value) * 1e9)
         elif key == "latency-us":
             link = replace(link, latency_s=_number(part, value) * 1e-6)
+        elif key == "node" and value == "all":
+            link = replace(link, one_node=True)
         elif key == "node":
-            link = (
-                replace(link, one_node=True)
-                if value == "all"
-                else replace(link, ranks_per_node=int(_number(part, value)))
-            )
+            if not value.isdecimal():
+                raise ConfigError(f"--link: {part.strip()!r} must be a whole number, or 'all'")
+            link = replace(link, ranks_per_node=int(value))
         else:
             raise ConfigError(f"--link {text!r}: expected inter=, intra=, latency-us= or node=; got {part.strip()!r}")
     return link

@@ -31,6 +31,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from poplar import errors
 from poplar.config import debug_from_environment
+from poplar.host import usable_cores
 from poplar.plan import write_text_atomically
 from poplar.zero.comm import launcher_environment
 
@@ -39,6 +40,11 @@ SHUTDOWN_TIMEOUT_S = 10
 
 _KILLED_HINT = "; the system kills processes when the machine is out of memory, and dmesg tells"
 _LOST_CONNECTION = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"
+
+_OWN_FILES = (__file__, record.__code__.co_filename)
+"""What is on the stack of every rank, and left out of its traceback."""
+
+_report_folder: str | None = None  # in a rank that ``run_ranks`` has started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +98,22 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
             _raise_first(_read_reports(folder), failure, num_ranks)
 
 
+def end_rank(error: errors.PoplarError) -> NoReturn:
+    """End this rank at once, from any thread, also while it hangs in a collective; ``error`` is what the user sees."""
+    if _report_folder is not None:
+        _write_report(error, _report_folder)
+    else:
+        sys.stderr.write(f"poplar: error: {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
 def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], folder: str) -> Any:
-    # Ctrl-C reaches every process of the terminal, and the end of the parent arrives as the same signal: end at once and
-    # without a word, also when waiting inside a collective, where no Python handler would run.
+    # Ctrl-C reaches every process of the terminal, and the end of the parent arrives as the same signal: end at once
+    # and without a word, also when waiting inside a collective, where no Python handler would run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    global _report_folder
+    _report_folder = folder
     try:
         return record(function)(*args)
     except BaseException as error:
@@ -107,7 +125,11 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], folder: str)
 
 
 def _write_report(error: BaseException, folder: str) -> None:
-    details = "" if isinstance(error, errors.PoplarError) else "".join(traceback.format_exception(error))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    details = "" if isinstance(error, errors.PoplarError) else "".join(lines).rstrip()
     report = _Report(
         rank=int(os.environ.get("RANK", "0")),
         time_s=time.time(),
@@ -147,7 +169,7 @@ def _raise_first(reports: list[_Report], failure: ChildFailedError, num_ranks: i
 def _elastic_settings(num_ranks: int) -> Iterator[None]:
     """Share the cores out among the ranks, bound their end, and keep elastic launch from printing its own account."""
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, int(usable_cores()) // num_ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}

@@ -3,16 +3,17 @@
 [Note: storages, not tensors]
 Views share memory, so the meter counts storages, each once, from the operator that made it until it dies. It watches
 every operator of its thread through a ``TorchDispatchMode``, forward and backward (on CPU, backward runs in the thread
-that called it). A weak reference to the storage tells of its death: PyTorch keeps the Python object of a storage as long
-as the storage itself, so the meter neither keeps memory alive nor misses its end. An operator whose schema says that it
-returns one of its inputs (views, in-place) makes no storage and is passed through; so memory that was there before the
-meter started counts only where ``track`` was told of it. ``resize_`` of a storage is no operator, so it is wrapped while
-a meter runs, as PyTorch's own ``torch.distributed._tools.mem_tracker`` does. Scratch space inside one operator, and of
-other threads, is not seen.
+that called it). A weak reference to the storage tells of its death: PyTorch keeps the Python object of a storage as
+long as the storage itself, so the meter neither keeps memory alive nor misses its end. An operator whose schema says
+that it returns one of its inputs (views, in-place) makes no storage and is passed through; so memory that was there
+before the meter started counts only where ``track`` was told of it. ``resize_`` of a storage is no operator, so it is
+wrapped while a meter runs, as PyTorch's own ``torch.distributed._tools.mem_tracker`` does. Scratch space inside one
+operator, and memory of other threads, is not seen.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of CPU tensors made in this thread while it is entered, and refuses to go over a limit.
 
     Args:
-        limit_bytes: an operator that would bring the live bytes above this raises ``torch.OutOfMemoryError``. None: no limit.
+        limit_bytes: what would bring the live bytes above this raises ``torch.OutOfMemoryError``. None: no limit.
         owner: who runs out of memory, for the message.
     """
 
@@ -79,6 +80,10 @@ class MemoryMeter(TorchDispatchMode):
         self._running.remove(self)
         if not self._running:
             torch.UntypedStorage.resize_ = _plain_resize  # type: ignore[method-assign]
+
+    @property
+    def is_running(self) -> bool:
+        return self in self._running
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -171,6 +176,16 @@ def _watched_resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
     for meter in MemoryMeter._running:
         meter._before_resize(storage, num_bytes)
     _plain_resize(storage, num_bytes)
+
+
+def _lift_limits() -> None:
+    for meter in MemoryMeter._running:
+        meter.limit_bytes = None
+
+
+# A process forked inside a meter, as those that load data, inherits it; its memory is not the card's.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lift_limits)
 
 
 def _returns_an_input(func: Any) -> bool:

@@ -140,7 +140,8 @@ class ModelSpec:
         vectors = 2 * width if gated else 9 * width + ffn_width
         embedding = vocab * width + (seq_len * width if learned_positions else 0)
         head = () if tied else (vocab * width,)
-        kept = 4 * width + 3 * kv_width + 2 * width + 4 * ffn_width if gated else 6 * width + 2 * ffn_width
+        # Inputs of products: two norms' outputs, q, k and v, attention's output before and after its transpose.
+        kept = 5 * width + 2 * kv_width + 4 * ffn_width if gated else 7 * width + 2 * ffn_width
         traffic = {key: layers * value * width for key, value in BLOCK_TRAFFIC_BYTES.items()}
         return cls(
             name=name,

@@ -59,6 +59,8 @@ class RankProfile:
     """Seconds of the optimizer's step on this rank's shard."""
     memory_points: tuple[tuple[int, int], ...] = ()
     """(micro_batch_size, peak bytes of a step)."""
+    point_spreads: tuple[tuple[int, float], ...] = ()
+    """(micro_batch_size, spread): by how much repeated measurements of a point disagree, as a share of it."""
     state_bytes: int | None = None
     """Bytes of model state (parameters, gradients, optimizer) that this rank holds between micro-steps."""
     memory_limit_bytes: int | None = None
@@ -67,6 +69,7 @@ class RankProfile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "points", tuple((size, float(seconds)) for size, seconds in self.points))
         object.__setattr__(self, "memory_points", tuple((size, peak) for size, peak in self.memory_points))
+        object.__setattr__(self, "point_spreads", tuple((size, float(spread)) for size, spread in self.point_spreads))
         maximum = self.max_micro_batch_size
         _check(
             _is_int(maximum) and maximum >= 0,
@@ -109,9 +112,12 @@ class ClusterProfile:
     """Precision that was profiled."""
     shard_ratios: tuple[float, ...] | None = None
     """Share of the model state held by each rank. None: equal."""
+    notes: tuple[str, ...] = ()
+    """What the profiler wants said: a card where nothing fits, times that disagree."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "notes", tuple(self.notes))
         _check_zero_stage(self.zero_stage)
         _check(len(self.ranks) > 0, "ranks must hold at least one RankProfile")
         _check_seconds("micro_step_collective_s", self.micro_step_collective_s)

@@ -33,23 +33,6 @@ class Check:
     """Empty: every rank got the right values."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """What a rank says of itself."""
-
-    rank: int
-    host: str
-    name: str
-    vendor: str
-    """"nvidia", "amd" or "cpu"."""
-    memory_bytes: int | None = None
-    device_id: str | None = None
-    architecture: str | None = None
-    """"sm_75" or "gfx90a"; None on a CPU."""
-    has_code: bool = True
-    """Whether this torch was built for the architecture."""
-
-
 def check_collectives(comm: Communicator, device: torch.device | str = "cpu") -> list[Check]:
     """Send known values through every collective, with equal, unequal and empty shards.
 
@@ -108,15 +91,16 @@ def has_code_for(architecture: str, built_for: list[str]) -> bool:
     return False
 
 
-def check_vendors(facts: list[DeviceFacts], backend: str) -> None:
+def check_vendors(vendors: list[str], backend: str) -> None:
     """Refuse a native library between cards of different makers (ROCm/rccl#1220).
+
+    Args:
+        vendors: by rank, "nvidia", "amd" or "cpu".
 
     Raises:
         CommunicationError: NVIDIA and AMD cards, or cards and CPUs, in one NCCL group.
     """
-    first: dict[str, int] = {}
-    for fact in facts:
-        first.setdefault(fact.vendor, fact.rank)
+    first = {vendor: vendors.index(vendor) for vendor in dict.fromkeys(vendors)}
     if backend == "nccl" and len(first) > 1:
         found = ", ".join(f"{vendor} on rank {rank}" for vendor, rank in first.items())
         raise CommunicationError(

@@ -58,6 +58,26 @@ def plan_summary(plan: Plan) -> str:
     return text
 
 
+def profile_table(profile: ClusterProfile) -> str:
+    """Return what was measured, by rank: card, largest batch, best speed, memory."""
+    rows = []
+    for rank, measured in enumerate(profile.ranks):
+        limit, state = measured.memory_limit_bytes, measured.state_bytes
+        rows.append(
+            (
+                str(rank),
+                measured.device,
+                str(measured.max_micro_batch_size),
+                _peak_speed(measured),
+                " ".join(f"{size}:{format_seconds(seconds).replace(' ', '')}" for size, seconds in measured.points),
+                format_bytes(state) if state is not None else _MISSING,
+                format_bytes(limit) if limit is not None else _MISSING,
+            )
+        )
+    header = ("rank", "card", "largest", "samples/s", "time by batch", "model state", "may use")
+    return format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows)
+
+
 def closing_table(plan: Plan, step_s: float, idle_shares: Sequence[float], equal_step_s: float | None = None) -> str:
     """Return what a run measured: speed against the equal split's, idle share by rank, each against its prediction.
 

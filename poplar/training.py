@@ -15,23 +15,28 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from poplar.allocator import allocate
 from poplar.config import Batch, Recipe
 from poplar.device import Device
-from poplar.engine import Engine, StepResult, initialize
+from poplar.emulation import start_device
+from poplar.engine import Engine, StepResult
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.fit_config import FitConfig
 from poplar.loader import PlannedLoader, eval_batches
 from poplar.plan import ClusterProfile, Plan
 from poplar.progress import Progress, RunFiles
+from poplar.self_test import check_vendors
+from poplar.startup import initialize
 from poplar.tables import closing_table, plan_summary, plan_table
-from poplar.zero.comm import Communicator
+from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, join_process_group, launcher_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +100,39 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
         )
         equal = _equal_split(plan, profile, config)
         loop = _Loop(recipe, config, engine, loader, files, equal)
-        loop.run()
+        # An emulated card has the memory of a card: going over it is an error here too.
+        with device.metered(engine.module, engine.optimizer) if device.is_emulated else nullcontext():
+            loop.run()
         result = loop.result(profile)
         if show:
             print(_closing(result), flush=True)
-        # Rank 0 hosts the store that the others need to the end.
-        comm.barrier()
     return result
+
+
+def join(config: FitConfig) -> tuple[Communicator, Device]:
+    """Join the ranks that the launcher started; return how to talk to them, and what this rank runs on. Collective.
+
+    Raises:
+        ConfigError, PlanMismatchError: a list by rank is for another number of ranks.
+        CommunicationError: cards of two makers in one NCCL group.
+    """
+    launcher = launcher_environment() or {"RANK": "0", "WORLD_SIZE": "1"}
+    rank = dist.get_rank() if dist.is_initialized() else int(launcher["RANK"])
+    config.check_world_size(dist.get_world_size() if dist.is_initialized() else int(launcher["WORLD_SIZE"]))
+    device = start_device(config.emulate, rank, config.memory_fraction(rank))
+    group = join_process_group(config.backend, device.torch_device)
+    if group is None:
+        return LoopbackComm(0, 1), device
+    comm = ProcessGroupComm(group, device.torch_device)
+    check_vendors(comm.gather_objects(device.vendor), dist.get_backend(group))
+    return comm, device
+
+
+def leave(comm: Communicator) -> None:
+    """End the process group, once every rank is here: rank 0 hosts the store that the others need to the end."""
+    comm.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def choose_plan(
@@ -110,10 +141,19 @@ def choose_plan(
     """Return the plan that the settings give, or profile and make one; and the profile of its stage. Collective."""
     given = config.given_plan()
     if given is not None:
-        return given, None
+        names = comm.gather_objects(device.name)
+        rows = [replace(row, device=row.device or name) for row, name in zip(given.ranks, names, strict=True)]
+        return replace(given, ranks=tuple(rows)), None
     profiles = profile_stages(recipe, config, comm, device)
     plan = allocate(profiles, config.global_batch_size, config.strategy)
     return plan, profile_of(plan, profiles)
+
+
+def profile_stages(recipe: Recipe, config: FitConfig, comm: Communicator, device: Device) -> tuple[ClusterProfile, ...]:
+    """Profile the stages that the settings leave open. Collective."""
+    from poplar.profiler import profile
+
+    raise NotImplementedError(profile)
 
 
 def profile_of(plan: Plan, profiles: Sequence[ClusterProfile]) -> ClusterProfile:
@@ -126,8 +166,8 @@ def _check_dataset(dataset: Any, config: FitConfig) -> None:
         raise ConfigError(f"the data set must be map-style, with a length; got {type(dataset).__name__}")
     if len(dataset) < config.global_batch_size:
         raise ConfigError(
-            f"the data set has {len(dataset)} samples, fewer than one global batch of {config.global_batch_size}; lower "
-            "global_batch_size"
+            f"the data set has {len(dataset)} samples, fewer than one global batch of {config.global_batch_size}; "
+            "lower global_batch_size"
         )
 
 
@@ -185,7 +225,7 @@ class _Clock:
         self._last = None
 
     def lap(self, waited_s: float, *, by_plan: bool, counts: bool) -> float:
-        """End a step; return its seconds, NaN for one left out. ``waited_s``: seconds waited since the process began."""
+        """End a step; return its seconds, NaN for one left out. ``waited_s``: waited in the whole process so far."""
         now = (time.perf_counter(), waited_s)
         last, self._last = self._last, now
         if last is None:

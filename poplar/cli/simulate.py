@@ -41,9 +41,9 @@ def _shared_options(command: _Command) -> _Command:
             "--model",
             "model_text",
             metavar="MODEL",
-            help="A preset, or 'layers=..,width=..,heads=..,vocab=..,seq_len=..'.",
+            help="A preset, 'layers=..,width=..,heads=..,vocab=..,seq_len=..', or a recipe as module:name.",
         ),
-        click.option("--seq-len", type=int, help="Tokens of a sample. Default: what the preset was made for."),
+        click.option("--seq-len", type=int, help="Tokens of a sample.  [default: the preset's or the recipe's]"),
         click.option("--global-tokens", metavar="N", help="Tokens of a step, as '2M'.  [default: 2M]"),
         click.option("--global-batch-size", type=int, help="Samples of a step, instead of --global-tokens."),
         click.option(
@@ -79,8 +79,14 @@ def simulate(
 ) -> None:
     """Predict how fast a cluster trains a model, by ZeRO stage and strategy."""
     if preset is not None:
+        if (zero_stage, strategy, picture, save_plan) != ("all", "all", None, None):
+            raise click.UsageError("--preset paper runs every stage and strategy; its pictures and page go to --out")
         _simulate_paper(out, as_json, shared)
         return
+    if out is not None:
+        raise click.UsageError(
+            "--out belongs to --preset; one picture is drawn by --picture, one plan saved by --save-plan"
+        )
     cluster, spec, batch, settings = _resolve(**shared)
     runs = simulate_runs(
         cluster, spec, batch, zero_stages=_stages(zero_stage), strategies=_strategies(strategy), **settings
@@ -129,7 +135,12 @@ def _resolve(
     if cards_path is not None:
         load_user_cards(cards_path)  # errors name this file
         os.environ[CARDS_VARIABLE] = cards_path
-    spec = parse_model(model_text, seq_len)
+    if ":" in model_text:
+        from poplar.cli.recipe_model import spec_of_recipe
+
+        spec = spec_of_recipe(model_text, seq_len)
+    else:
+        spec = parse_model(model_text, seq_len)
     if global_batch_size is None:
         global_batch_size = batch_of_tokens(parse_tokens(global_tokens or "2M"), spec)
     cluster = Cluster(names=parse_cluster(cluster_text), link=parse_link(link) if link else Interconnect())
@@ -156,7 +167,7 @@ def _fits_nowhere(runs: Sequence[SimulatedRun]) -> str:
 def _describe(runs: Sequence[SimulatedRun], best: SimulatedRun) -> str:
     assert best.plan is not None
     lines = [
-        f"{best.spec.name} ({best.spec.num_parameters / 1e9:.2f}B parameters, {best.spec.tokens_per_sample} tokens a "
+        f"{best.spec.name} ({best.spec.num_parameters / 1e6:,.1f} M parameters, {best.spec.tokens_per_sample} tokens a "
         f"sample) on {describe_cluster(best.cluster.names)}, {best.plan.precision}, global batch "
         f"{best.plan.global_batch_size}; simulated, nothing was measured here",
         "",
@@ -241,4 +252,4 @@ def _simulate_paper(out: Path | None, as_json: bool, shared: dict[str, Any]) -> 
     if out is not None:
         click.echo(f"wrote {write_page(paper, out)}")
     else:
-        click.echo(json.dumps(paper.to_dict(), indent=1) if as_json else paper.to_text())
+        click.echo(json.dumps(paper.to_dict(), indent=1) + "\n" if as_json else paper.to_text(), nl=False)

@@ -49,7 +49,7 @@ class BytesGptConfig:
     weight_decay: float = 0.1
     """Applied to matrices alone; biases, norms and positions are left out."""
     warmup_steps: int = 10
-    total_steps: int = 150
+    total_steps: int = 120
     """Steps until the cosine has brought the learning rate down to a tenth, where it stays."""
     max_text_bytes: int = 4 << 20
     """Standard library text that is read at most, training and held-out together."""
@@ -57,7 +57,15 @@ class BytesGptConfig:
     """Held-out windows at most, evenly spread over the held-out text."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "num_heads", "seq_len", "total_steps", "max_text_bytes", "num_eval_samples"):
+        for name in (
+            "num_layers",
+            "width",
+            "num_heads",
+            "seq_len",
+            "total_steps",
+            "max_text_bytes",
+            "num_eval_samples",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"BytesGptConfig.{name} must be 1 or more; got {getattr(self, name)!r}")
         if self.width % self.num_heads:
@@ -188,6 +196,11 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
+def count_targets(windows: Tensor) -> int:
+    """Return the bytes that ``next_byte_loss`` is a mean over."""
+    return windows[:, 1:].numel()
+
+
 def bytes_gpt(config: BytesGptConfig | None = None) -> Recipe:
     """Return the recipe for ``config`` (None: the default sizes)."""
     config = config or BytesGptConfig()
@@ -195,6 +208,7 @@ def bytes_gpt(config: BytesGptConfig | None = None) -> Recipe:
         model=partial(GPT, config),
         optimizer=partial(_build_optimizer, config),
         loss=next_byte_loss,
+        weight=count_targets,
         dataset=partial(_build_dataset, config),
         scheduler=partial(_build_scheduler, config),
         eval_dataset=partial(_build_eval_dataset, config),

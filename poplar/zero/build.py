@@ -6,17 +6,19 @@ that at stage 3 a model that fits no card whole still starts. Parameters on ``me
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from poplar.device import Device
-from poplar.errors import ModelError
-from poplar.zero.comm import Communicator
+from poplar.errors import CommunicationError, ModelError
+from poplar.zero.comm import Communicator, raise_together
 from poplar.zero.flat import NO_GROUP, FlatBuffer
 from poplar.zero.optimizer import OptimizerBinding, ParamState, group_indices
 from poplar.zero.precision import Precision
@@ -36,7 +38,7 @@ class Layout:
 
     zero_stage: int
     ratios: tuple[float, ...]
-    """Share of the model state of each rank; all equal: equal shards."""
+    """Size of each shard; all equal: equal shards."""
     precision: Precision
     units: UnitsArgument = None
     comm: Communicator
@@ -54,8 +56,14 @@ def build(
         states: optimizer state to begin with, whole, by parameter.
     Collective.
     """
-    units = cut_units(model, layout.units)
-    groups = layout.groups or group_indices(optimizer, units)
+    units, groups, problem = [], {}, None
+    try:
+        units = cut_units(model, layout.units)
+        groups = layout.groups or group_indices(optimizer, units)
+    except Exception as error:
+        problem = error
+    raise_together(layout.comm, problem, "could not cut the model")
+    _check_same_model(units, groups, layout)
     never_cast = {
         param
         for module in model.modules()
@@ -69,13 +77,31 @@ def build(
 
     for unit in units:
         _replace_meta(model, unit, groups, layout)
-        unit.build_buffers(lambda param: groups.get(param, NO_GROUP), dtypes_of, layout.ratios, layout.comm.rank)
+        unit.build_buffers(lambda param: groups.get(param, NO_GROUP), dtypes_of, layout.ratios, layout.comm.shard_rank)
     stage = STAGES[layout.zero_stage](model, units, layout.comm, layout.device)
     for unit in units:
         for buffer in unit.buffers:
             _fill(buffer, stage, layout)
     _send_buffers(model, layout)
     return stage, OptimizerBinding(optimizer, units, states)
+
+
+def _check_same_model(units: Sequence[Unit], groups: dict[nn.Parameter, int], layout: Layout) -> None:
+    """Make sure that all ranks cut the same model the same way, before a collective depends on it. Collective."""
+    rows = [f"zero_stage {layout.zero_stage}", f"shard_ratios {layout.ratios}"]
+    for unit in units:
+        for names, param in unit.params:
+            grad = "trained" if param.requires_grad else "frozen"
+            shape, group = tuple(param.shape), groups.get(param, NO_GROUP)
+            rows.append(f"unit {unit.name}: {names[0]} {shape} {param.dtype} {grad}, optimizer group {group}")
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    if all(other in (None, digest) for other in layout.comm.gather_objects(digest)):
+        return
+    others = layout.comm.gather_objects(rows)
+    for rank, other in enumerate(others):
+        for mine, theirs in itertools.zip_longest(others[0], other, fillvalue="nothing"):
+            if mine != theirs:
+                raise CommunicationError(f"the ranks' models differ: rank 0 has {mine!r}, rank {rank} {theirs!r}")
 
 
 def _fill(buffer: FlatBuffer, stage: Stage, layout: Layout) -> None:
@@ -144,8 +170,8 @@ def _initialise(module_name: str, module: nn.Module, device: torch.device, run: 
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is None:
         raise ModelError(
-            f"module {module_name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); build the model "
-            "on the CPU, or give the module that method"
+            f"module {module_name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); build the "
+            "model on the CPU, or give the module that method"
         )
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -154,6 +180,6 @@ def _initialise(module_name: str, module: nn.Module, device: torch.device, run: 
         reset()
 
 
-def layout_signature(units: Sequence[Unit]) -> list[Tensor | bool]:
+def layout_signature(units: Sequence[Unit]) -> list[bool]:
     """Return what a change of makes it necessary to build anew: which parameters are trained."""
     return [param.requires_grad for unit in units for _, param in unit.params]

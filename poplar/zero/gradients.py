@@ -33,6 +33,21 @@ class _WholeGradient:
         self.arrived: set[Piece] = set()  # came in this backward, since the last take
         self.seen: set[Piece] = set()  # came in this backward
         self.expected: set[Piece] = set(buffer.pieces)
+        self.num_missing = len(
+            buffer.pieces
+        )  # expected, not arrived; counted, since a hook has no time to compare sets
+
+    def arrive(self, piece: Piece) -> None:
+        """Note that the piece's gradient has come."""
+        if piece not in self.arrived:
+            self.arrived.add(piece)
+            self.seen.add(piece)
+            self.num_missing -= piece in self.expected
+
+    def restart(self) -> None:
+        """Wait for all expected pieces again."""
+        self.arrived = set()
+        self.num_missing = len(self.expected)
 
     def add(self, piece: Piece, grad: Tensor) -> None:
         if self.full is None:
@@ -54,11 +69,13 @@ class _WholeGradient:
                 if piece not in self.written:
                     full[piece.start : piece.stop].zero_()
             self.buffer.zero_padding(full)
-        self.full, self.written, self.arrived = None, set(), set()
+        self.full, self.written = None, set()
+        self.restart()
         return full
 
     def clear(self) -> None:
-        self.full, self.written, self.arrived, self.seen = None, set(), set(), set()
+        self.full, self.written, self.seen = None, set(), set()
+        self.restart()
 
     def _memory(self) -> Tensor:
         memory, self.spare = self.spare, None
@@ -94,15 +111,14 @@ class GradientCollector:
             param.grad = None
             if not self.discard:
                 whole.add(piece, grad)
-            whole.arrived.add(piece)
-            whole.seen.add(piece)
+            whole.arrive(piece)
             if self.is_complete(unit):
                 self._on_complete(unit)
 
         return collect
 
     def is_complete(self, unit: Unit) -> bool:
-        return all(whole.expected <= whole.arrived for whole in self._wholes[unit])
+        return all(whole.num_missing == 0 for whole in self._wholes[unit])
 
     def has_gradients(self, unit: Unit) -> bool:
         """Return whether the unit holds gradients that have not been taken yet."""
@@ -119,14 +135,15 @@ class GradientCollector:
                 whole.spare = full
 
     def begin_backward(self) -> None:
-        """Forget what earlier backwards have brought (their gradients stay)."""
+        """Forget which gradients earlier backwards have brought (the gradients stay)."""
         for whole in self._all():
-            whole.arrived, whole.seen = set(), set()
+            whole.seen = set()
+            whole.restart()
 
     def restart(self, unit: Unit) -> None:
         """Let the unit be incomplete again, as ``take`` does."""
         for whole in self._wholes[unit]:
-            whole.arrived = set()
+            whole.restart()
 
     def end_backward(self) -> None:
         """Expect next time what this backward has brought."""

@@ -64,29 +64,47 @@ class OptimizerBinding:
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], states: dict[nn.Parameter, ParamState]):
         self.optimizer = optimizer
         self.shard_params: list[ShardParam] = []
-        for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.state.clear()
+        self.clear()
         for unit in units:
-            for buffer in unit.trainable_buffers:
-                for group_slice in buffer.group_slices():
-                    for part in _same_step(group_slice, states):
-                        self._add(buffer, part, states)
+            # Frozen parameters too: they get no gradient, but keep their state until they are thawed.
+            for buffer in unit.buffers:
+                self.bind(buffer, states)
+
+    def clear(self) -> None:
+        """Take all parameters and state from the optimizer; its groups stay."""
+        self.shard_params.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.optimizer.state.clear()
+
+    def bind(self, buffer: FlatBuffer, states: dict[nn.Parameter, ParamState]) -> None:
+        """Give the optimizer this rank's part of ``buffer``; ``states`` holds at least its parameters' state."""
+        for group_slice in buffer.group_slices():
+            for part in _same_step(group_slice, states):
+                self._add(buffer, part, states)
 
     def _add(self, buffer: FlatBuffer, part: GroupSlice, states: dict[nn.Parameter, ParamState]) -> None:
         offset = buffer.update_start
-        param = nn.Parameter(buffer.master[part.start - offset : part.stop - offset], requires_grad=True)
+        param = nn.Parameter(buffer.master[part.start - offset : part.stop - offset], buffer.requires_grad)
         self.shard_params.append(ShardParam(buffer, part, param))
         if part.group == NO_GROUP:
             return
-        self.optimizer.param_groups[part.group]["params"].append(param)
+        group = self.optimizer.param_groups[part.group]
+        group["params"].append(param)
         state = _cut_state(part, param, states)
+        if group.get("fused") or group.get("capturable"):
+            # These count their steps on the device; whole states hold single numbers on the CPU.
+            state = {
+                key: value.to(param.device) if isinstance(value, Tensor) else value for key, value in state.items()
+            }
         if state:
             self.optimizer.state[param] = state
 
     def step(self) -> None:
         """Hand the optimizer its gradients and step it."""
         for shard_param in self.shard_params:
+            if not shard_param.buffer.requires_grad:
+                continue
             grad = shard_param.grad_view
             # An optimizer tensor of another dtype than its gradient: parameters kept in half precision without masters.
             shard_param.param.grad = grad if grad.dtype == shard_param.param.dtype else grad.to(shard_param.param.dtype)
@@ -190,7 +208,7 @@ def _like(optimizer: Optimizer, params: list[nn.Parameter], settings: dict[str, 
 
 
 def _same_step(group_slice: GroupSlice, states: dict[nn.Parameter, ParamState]) -> Iterator[GroupSlice]:
-    """Cut a slice where its parameters' scalar state (the step counter) differs, so that one tensor can stand for all."""
+    """Cut a slice where its parameters' scalar state (the step counter) differs: one tensor has one counter."""
     run: list[Piece] = []
     for piece in group_slice.pieces:
         if run and _scalars(states.get(piece.param), piece) != _scalars(states.get(run[0].param), run[0]):

@@ -1,7 +1,6 @@
 """What all ZeRO stages share: gradients reduced unit by unit, in one order, while backward goes on.
 
     engine                             stage
-    begin_step()
     for each micro-batch:
       begin_forward()
       loss = ...
@@ -63,6 +62,7 @@ class Stage:
         self._reducing = False
         self._in_flight: deque[tuple[Work, FlatBuffer, Tensor]] = deque()
         self.wait_s = 0.0  # seconds this process has waited for collectives
+        self._pacing = list(self._pace_forward()) if device.is_emulated else []
 
     # What differs by stage.
 
@@ -96,6 +96,8 @@ class Stage:
 
     def begin_forward(self, training: bool) -> None:
         """Prepare for a forward (and, if training, its backward)."""
+        self._ready.clear()
+        self._launched = 0
 
     def end_forward(self) -> None:
         """Close a forward that has no backward."""
@@ -122,14 +124,9 @@ class Stage:
 
     # One step.
 
-    def begin_step(self) -> None:
-        """Begin a step without gradients."""
-
     def begin_backward(self, is_last: bool) -> None:
         """Begin a backward; ``is_last``: it is this rank's last of the step."""
         self._reducing = self.reduces_every_micro_step or is_last
-        self._ready.clear()
-        self._launched = 0
         self._observed = []
         self.collector.begin_backward()
 
@@ -141,6 +138,7 @@ class Stage:
     def idle_micro_step(self, is_last: bool, training: bool = True) -> None:
         """Take part in a micro-step's collectives without computing."""
         if training:
+            self.begin_forward(training)
             self.begin_backward(is_last)
             self._launch_rest()
 
@@ -184,6 +182,14 @@ class Stage:
     def close(self) -> None:
         """Remove all hooks."""
         self.collector.close()
+        for handle in self._pacing:
+            handle.remove()
+
+    def _pace_forward(self) -> Iterator[Any]:
+        """Let an emulated card take its time unit by unit, as a real one would."""
+        for unit in self.units:
+            if unit.modules:
+                yield unit.modules[0].register_forward_hook(lambda *_: self.device.pace())
 
     # Reductions.
 
@@ -217,6 +223,8 @@ class Stage:
         self._merge(buffer, full)
 
     def _wait_for(self, work: Work) -> None:
+        self.device.pace()
         began = time.perf_counter()
         work.wait()
         self.wait_s += time.perf_counter() - began
+        self.device.mark()

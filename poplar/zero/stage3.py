@@ -403,7 +403,8 @@ class _ParameterReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         is_property = name in ("__get__", "__set__", "__delete__")
-        if name not in _ABOUT and (not is_property or getattr(func, "__self__", None) in _VIEW_PROPERTIES):
+        is_view = name == "__get__" and getattr(func, "__self__", None) in _VIEW_PROPERTIES
+        if name not in _ABOUT and (not is_property or is_view):
             self._read(args)
             for argument in args:
                 if isinstance(argument, (list, tuple)):

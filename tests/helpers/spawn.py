@@ -18,7 +18,9 @@ from datetime import timedelta
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy", "scipy.interpolate", "poplar.errors"])
+# The first optimizer of a process imports torch._dynamo, which takes seconds.
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "scipy.interpolate", "poplar.errors"]
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 
 
 class RankFailure(AssertionError):

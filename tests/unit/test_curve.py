@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+from collections import defaultdict
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -97,6 +101,29 @@ def test_between_the_largest_timed_batch_and_the_largest_that_ran_the_curve_goes
     assert flat.seconds(32) == pytest.approx(1.6)
     lower = fit_curve(((1, 0.1), (8, 0.8)), 4)
     assert lower.max_micro_batch_size == 4 and lower.seconds(4) == pytest.approx(0.4)
+
+
+_MEASURED = Path(__file__).resolve().parents[3] / "shared" / "data" / "layer_times.csv"
+
+
+@pytest.mark.skipif(not _MEASURED.is_file(), reason=f"no public measurements at {_MEASURED}")
+def test_curves_of_real_cards_predict_the_sizes_that_they_did_not_see():
+    """benchmarks/public_curves.py tells more of these measurements."""
+    cards = defaultdict(dict)
+    with _MEASURED.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = (row["dtype"], row["model"], row["gpu"], row["seq_len"])
+            seconds = (float(row["forward_ms_per_layer"]) + float(row["backward_ms_per_layer"])) / 1e3
+            cards[key][int(row["micro_batch_size"])] = seconds
+    errors = []
+    for key, times in cards.items():
+        knots = {size: times[size] for size in (1, 2, 4, 8, 16) if size in times}
+        curve = fit_curve(knots.items())
+        assert (curve.seconds_array()[1:] > 0).all() and (np.diff(curve.seconds_array()) >= 0).all()
+        if key[0] == "float16":
+            inside = [size for size in times if size not in knots and size < curve.max_micro_batch_size]
+            errors += [abs(curve.seconds(size) / times[size] - 1) for size in inside]
+    assert len(errors) > 400 and np.mean(errors) < 0.015
 
 
 def test_repeated_sizes_count_with_their_median():

@@ -21,6 +21,7 @@ _RUNNING_MODULES = {
     "poplar.profiler",
     "poplar.recipe_loading",
     "poplar.self_test",
+    "poplar.startup",
     "poplar.training",
 }
 _COLLECTIVES = {
@@ -61,7 +62,12 @@ def _layer(module: str) -> int:
         return _LAUNCH
     if top in _RUNNING_MODULES or top.startswith(tuple(f"{name}_" for name in _RUNNING_MODULES)):
         return _RUNNING
-    return {"poplar.zero": _STAGES, "poplar.device": _DEVICE, "poplar.rng": _DEVICE}.get(top, _PURE)
+    return {
+        "poplar.zero": _STAGES,
+        "poplar.device": _DEVICE,
+        "poplar.rng": _DEVICE,
+        "poplar.memory_meter": _DEVICE,
+    }.get(top, _PURE)
 
 
 def _is_pure(module: str) -> bool:

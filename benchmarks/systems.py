@@ -1,0 +1,302 @@
+"""The model that is trained, and every system that trains it: the same work behind one interface.
+
+    local                   no communication: the limit of the same work
+    ddp, ddp-view           DistributedDataParallel; -view: gradients are views of its buckets      stage 0
+    zro, zro-view           ZeroRedundancyOptimizer under DDP; -view: and parameters are views      stage 1
+    fsdp2-z2                fully_shard, parameters kept after forward                              stage 2
+    fsdp2                   fully_shard                                                             stage 3
+    ds1, ds2, ds3           DeepSpeed, where it is installed                                        stages 1 to 3
+    poplar-z0 ... -z3       this package                                                            stages 0 to 3
+
+Mixed precision ("bf16") is each system's usual way: autocast over float32 weights (local, DDP and what sits on it),
+FSDP2's MixedPrecisionPolicy and DeepSpeed's and Poplar's own, with float32 masters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MicroBatch = tuple[Tensor, Tensor]
+"""Tokens and the tokens after them, both (samples, seq_len)."""
+
+STAGE_OF = {
+    "ddp": 0,
+    "ddp-view": 0,
+    "zro": 1,
+    "zro-view": 1,
+    "ds1": 1,
+    "fsdp2-z2": 2,
+    "ds2": 2,
+    "fsdp2": 3,
+    "ds3": 3,
+    "poplar-z0": 0,
+    "poplar-z1": 1,
+    "poplar-z2": 2,
+    "poplar-z3": 3,
+}
+"""ZeRO stage of each system that communicates."""
+
+
+def installed_systems() -> list[str]:
+    """Return the names of all systems that can run here, ``local`` first."""
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    return ["local", *(name for name in STAGE_OF if has_deepspeed or not name.startswith("ds"))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A GPT's size."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int
+    seq_len: int
+
+
+SIZES = {
+    "gpt-xs": ModelSize(layers=4, width=128, heads=4, vocab=1024, seq_len=64),
+    "gpt-s": ModelSize(layers=6, width=256, heads=8, vocab=4096, seq_len=128),
+    "gpt-m": ModelSize(layers=8, width=512, heads=8, vocab=8192, seq_len=128),
+    "gpt-gpu": ModelSize(layers=12, width=1024, heads=16, vocab=32768, seq_len=1024),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A plain GPT whose forward returns the mean cross entropy."""
+
+    def __init__(self, size: ModelSize):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(size.vocab, size.width), nn.Embedding(size.seq_len, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.wte(x) + self.wpe(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), y.flatten())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every system is given."""
+
+    model: str = "gpt-s"
+    precision: str = "fp32"
+    """ "fp32" or "bf16"."""
+    optimizer: str = "foreach"
+    """How AdamW runs: "foreach" or "fused"."""
+
+    @property
+    def size(self) -> ModelSize:
+        return SIZES[self.model]
+
+    def build_model(self) -> GPT:
+        """Build the model, with the same weights on every rank and for every system."""
+        torch.manual_seed(0)
+        return GPT(self.size)
+
+    def adamw(self, params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(params, lr=1e-3, **{self.optimizer: True})
+
+    def samples(self, count: int, seed: int, device: torch.device | str = "cpu") -> MicroBatch:
+        """Make ``count`` samples."""
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(self.size.vocab, (count, self.size.seq_len + 1), generator=generator).to(device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A model under one system's care."""
+
+    name: str
+    step: Callable[[Sequence[MicroBatch]], float]
+    """Take one optimizer step over this rank's micro-batches; returns their mean loss (Poplar: over all ranks)."""
+    finish: Callable[[], None]
+    """Wait for everything that steps have left under way."""
+    close: Callable[[], None] = lambda: None
+    engine: Any = None
+    """Poplar's engine."""
+
+
+def build(name: str, workload: Workload, accumulation: int = 1, device: torch.device | None = None) -> System:
+    """Put a new model under the care of the system called ``name``.
+
+    Args:
+        accumulation: micro-batches of a step, which DeepSpeed has to know beforehand.
+
+    Collective: all systems but ``local``.
+    """
+    device = device or torch.device("cpu")
+    model = workload.build_model().to(device)
+    if name == "local":
+        return _plain(name, workload, model, workload.adamw(model.parameters()), device)
+    if name.startswith(("ddp", "zro")):
+        return _ddp(name, workload, model, device)
+    if name.startswith("fsdp2"):
+        return _fsdp2(name, workload, model, device)
+    if name.startswith("ds"):
+        return _deepspeed(name, workload, model, device, accumulation)
+    return _poplar(name, workload, model, device)
+
+
+def _waiter(device: torch.device) -> Callable[[], None]:
+    # On CPU, all of these systems have waited for their collectives when a step returns.
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _plain(
+    name: str,
+    workload: Workload,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> System:
+    """Train by the usual loop; ``no_sync`` is entered around all micro-batches but the last."""
+
+    def step(micro_batches: Sequence[MicroBatch]) -> float:
+        total = torch.zeros((), device=device)
+        for index, (x, y) in enumerate(micro_batches):
+            with no_sync() if index < len(micro_batches) - 1 else contextlib.nullcontext():
+                with workload.autocast(device):
+                    loss = model(x, y) / len(micro_batches)
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return System(name=name, step=step, finish=_waiter(device))
+
+
+def _ddp(name: str, workload: Workload, model: nn.Module, device: torch.device) -> System:
+    is_view = name.endswith("-view")
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=is_view)
+    optimizer: torch.optim.Optimizer
+    if name.startswith("zro"):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(
+            wrapped.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=is_view,
+            lr=1e-3,
+            **{workload.optimizer: True},
+        )
+    else:
+        optimizer = workload.adamw(wrapped.parameters())
+    return _plain(name, workload, wrapped, optimizer, device, wrapped.no_sync)
+
+
+def _fsdp2(name: str, workload: Workload, model: GPT, device: torch.device) -> System:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
+        "reshard_after_forward": name == "fsdp2",
+    }
+    if workload.precision == "bf16":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    # Its mixed precision casts by itself: no autocast.
+    plain = Workload(model=workload.model, optimizer=workload.optimizer)
+    return _plain(name, plain, model, workload.adamw(model.parameters()), device)
+
+
+def _deepspeed(name: str, workload: Workload, model: nn.Module, device: torch.device, accumulation: int) -> System:
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": int(name[2])},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if workload.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=workload.adamw(model.parameters()), config=config)
+
+    def step(micro_batches: Sequence[MicroBatch]) -> float:
+        assert len(micro_batches) == accumulation
+        total = torch.zeros((), device=device)
+        for x, y in micro_batches:
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / len(micro_batches)
+        return total.item()
+
+    return System(name=name, step=step, finish=_waiter(device), close=engine.destroy)
+
+
+def _poplar(name: str, workload: Workload, model: nn.Module, device: torch.device) -> System:
+    import poplar
+
+    engine = poplar.initialize(
+        model,
+        workload.adamw(model.parameters()),
+        gpt_loss,
+        zero_stage=int(name[-1]),
+        precision=workload.precision,
+    )
+    return poplar_system(name, engine)
+
+
+def poplar_system(name: str, engine: Any) -> System:
+    """Wrap an engine that has been made already."""
+    wait = _waiter(engine.device.torch_device)
+
+    def finish() -> None:
+        if engine.zero_stage < 3:
+            # What a step may have left under way are parameters on their way to other ranks.
+            with engine.unsharded():
+                pass
+        wait()
+
+    return System(name=name, step=lambda batches: engine.step(batches).loss, finish=finish, close=engine.close, engine=engine)
+
+
+def gpt_loss(model: nn.Module, batch: MicroBatch) -> Tensor:
+    return model(*batch)

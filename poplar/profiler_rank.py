@@ -1,0 +1,157 @@
+"""Measure one rank at one stage: the largest micro-batch that trains, then seconds and memory by size.
+
+    prepare -> trials by LargestSearch -> repeats until the times agree -> RankProfile
+
+Nothing here waits for another rank.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from poplar.plan import RankProfile
+from poplar.profiler_probe import RankProbe
+from poplar.profiler_search import LargestSearch
+from poplar.profiler_timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summarize
+
+_SHORT_TRIAL_S = 0.2
+"""Of a size whose trial is shorter, a few more micro-steps cost nothing."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How far measuring goes."""
+
+    largest_wanted: int
+    """No micro-batch above it is tried."""
+    memory_margin: float
+    """Share of the usable memory that a trial must leave free: training has collectives and fragmentation on top."""
+    stage_budget_s: float
+    """About how long one stage may take; then no larger micro-batch is tried."""
+    point_budget_s: float
+    """About how long repeats of one size may take, beyond the first two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A rank's profile, and what is to be said about it."""
+
+    profile: RankProfile
+    notes: tuple[str, ...] = ()
+
+
+def measure_rank(probe: RankProbe, effort: Effort, least_state_bytes: int) -> Measured:
+    """Measure; the probe is closed afterwards.
+
+    Args:
+        least_state_bytes: model state by arithmetic, for a card where nothing runs.
+
+    Raises:
+        whatever the recipe raises, but for running out of memory.
+    """
+    try:
+        return _Measurement(probe, effort).run(least_state_bytes)
+    finally:
+        probe.close()
+
+
+class _Measurement:
+    """The steps of ``measure_rank``, and what they share."""
+
+    def __init__(self, probe: RankProbe, effort: Effort):
+        usable_bytes = probe.usable_bytes
+        allowed_bytes = None if usable_bytes is None else int(usable_bytes * (1 - effort.memory_margin))
+        self.probe = probe
+        self.effort = effort
+        self.search = LargestSearch(allowed_bytes, effort.largest_wanted)
+        self.notes: list[str] = []
+        self._began_s = time.monotonic()
+        self._sample_s = 0.0  # real seconds of a trial, by the sample
+
+    def run(self, least_state_bytes: int) -> Measured:
+        if self.probe.prepare():
+            self._began_s = time.monotonic()
+            while True:
+                self._grow()
+                unsteady = self._time_sizes()
+                if unsteady is None:
+                    break
+                self.search.record(unsteady, None)
+        return self._result(least_state_bytes)
+
+    def _grow(self) -> None:
+        """Try sizes until the largest is known, or larger ones would take too long."""
+        while (size := self.search.next_size()) is not None:
+            if size > self.search.largest > 0:
+                affordable = self._affordable_size()
+                if affordable <= self.search.largest:
+                    self.notes.append(
+                        f"micro-batches above {self.search.largest} were not tried: they would take longer than "
+                        f"stage_budget_s={self.effort.stage_budget_s:g}"
+                    )
+                    return
+                size = min(size, affordable)
+            began_s = time.monotonic()
+            self.search.record(size, self.probe.trial(size))
+            self._sample_s = (time.monotonic() - began_s) / size
+
+    def _affordable_size(self) -> int:
+        # A trial, and about as much again for the times of the sizes up to it.
+        left_s = self.effort.stage_budget_s - (time.monotonic() - self._began_s)
+        return int(left_s / 2 / self._sample_s)
+
+    def _time_sizes(self) -> int | None:
+        """Repeat every size until its times agree; return the size that ran out of memory this time, or None."""
+        for size in sizes_to_time(self.search.largest):
+            began_s = time.monotonic()
+            while not self._has_enough(size, time.monotonic() - began_s):
+                is_short = self._sample_s * size < _SHORT_TRIAL_S
+                if not self.probe.repeat(size, num_micro_steps=4 if is_short else 2):
+                    return size
+        return None
+
+    def _has_enough(self, size: int, spent_s: float) -> bool:
+        runs_s = self.probe.runs_s.get(size, ())
+        if len(runs_s) < 2 or self.probe.num_steps_timed == 0:
+            return False
+        if spent_s > self.effort.point_budget_s:
+            return True
+        return summarize(runs_s).is_settled and self.probe.num_steps_timed >= MIN_REPEATS
+
+    def _result(self, least_state_bytes: int) -> Measured:
+        probe, largest = self.probe, self.search.largest
+        timings = {size: summarize(probe.runs_s[size]) for size in sizes_to_time(largest)}
+        self._note_outcome({size: timing.spread for size, timing in timings.items()})
+        return Measured(
+            profile=RankProfile(
+                device=probe.device.name,
+                device_id=probe.device.device_id,
+                points=tuple((size, timing.seconds) for size, timing in timings.items()),
+                point_spreads=tuple((size, timing.spread) for size, timing in timings.items()),
+                max_micro_batch_size=largest,
+                optimizer_step_s=probe.optimizer_step_s,
+                memory_points=tuple(
+                    (size, peak) for size, peak in sorted(self.search.peaks.items()) if size <= largest
+                ),
+                state_bytes=least_state_bytes if probe.state_bytes is None else probe.state_bytes,
+                memory_limit_bytes=probe.usable_bytes,
+            ),
+            notes=tuple(self.notes),
+        )
+
+    def _note_outcome(self, spreads: dict[int, float]) -> None:
+        if self.search.largest == 0:
+            peak, allowed = self.search.peaks.get(1), self.search.allowed_bytes
+            if peak is not None and allowed is not None:
+                why = f"it needs {peak / _MIB:.1f} MiB, {(peak - allowed) / _MIB:.1f} MiB more than may be used"
+            else:
+                why = self.probe.last_out_of_memory
+            self.notes.append(f"not one sample fits: {why}")
+        unsteady = {size: spread for size, spread in spreads.items() if spread > AGREEMENT}
+        if unsteady:
+            self.notes.append(
+                f"times at micro-batch sizes {', '.join(map(str, unsteady))} disagree by up to "
+                f"{max(unsteady.values()):.0%}; other work on this machine?"
+            )

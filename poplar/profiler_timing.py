@@ -1,0 +1,63 @@
+"""What repeated measurements of one thing say: how long the warm-up was, the median, and by how much they disagree.
+
+[Note: warm-up]
+The first runs of anything are slow: contexts are made, kernels compiled, algorithms searched, caches filled; by how
+many runs differs, by ten or a thousand times. So no fixed number is left out: the warm-up ends with the first run that
+the next one confirms. After it the median counts, of more runs where they disagree.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AGREEMENT = 0.1
+"""Runs that differ by no more than this share agree."""
+MIN_REPEATS = 3
+MAX_REPEATS = 9
+MAX_WARM_UP = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The outcome of repeated runs."""
+
+    seconds: float
+    """Median after the warm-up."""
+    spread: float
+    """Width of the middle half, as a share of the median; 0 for a single run."""
+    num_repeats: int
+    """Runs that count."""
+    is_warm: bool
+    """Whether two runs in a row agreed; before that, the later half of the runs counts."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more runs would tell nothing new."""
+        enough = self.num_repeats >= MIN_REPEATS and (self.spread <= AGREEMENT or self.num_repeats >= MAX_REPEATS)
+        return enough and (self.is_warm or self.num_repeats >= MAX_WARM_UP)
+
+
+def summarize(runs_s: Sequence[float]) -> Timing:
+    """Return what the seconds of one or more runs, in the order they happened, say."""
+    agreeing = (
+        index
+        for index, (one, other) in enumerate(zip(runs_s, runs_s[1:], strict=False))
+        if abs(one - other) <= AGREEMENT * max(one, other)
+    )
+    start = next(agreeing, None)
+    counted = sorted(runs_s[len(runs_s) // 2 if start is None else start :])
+    median_s = statistics.median(counted)
+    spread = 0.0
+    if len(counted) > 1 and median_s > 0:
+        lower, _, upper = statistics.quantiles(counted, n=4, method="inclusive")
+        spread = (upper - lower) / median_s
+    return Timing(seconds=median_s, spread=spread, num_repeats=len(counted), is_warm=start is not None)
+
+
+def sizes_to_time(largest: int) -> list[int]:
+    """Return the micro-batch sizes to time: all up to 6, else powers of two, and the largest."""
+    if largest <= 6:
+        return list(range(1, largest + 1))
+    return [2**power for power in range((largest - 1).bit_length())] + [largest]
