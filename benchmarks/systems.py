@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -52,6 +53,19 @@ def installed_systems() -> list[str]:
     """Return the names of all systems that can run here, ``local`` first."""
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     return ["local", *(name for name in STAGE_OF if has_deepspeed or not name.startswith("ds"))]
+
+
+def checked_systems(text: str) -> list[str]:
+    """Return the names in ``text``, which has commas between them.
+
+    Raises:
+        click.ClickException: one of them cannot run here.
+    """
+    names, known = text.split(","), installed_systems()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.ClickException(f"cannot run {', '.join(unknown)}; here are {', '.join(known)}")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +138,10 @@ class Workload:
         return GPT(self.size)
 
     def adamw(self, params: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(params, lr=1e-3, **{self.optimizer: True})
+        return torch.optim.AdamW(params, **self.adamw_settings())
+
+    def adamw_settings(self) -> dict[str, Any]:
+        return {"lr": 1e-3, self.optimizer: True}
 
     def samples(self, count: int, seed: int, device: torch.device | str = "cpu") -> MicroBatch:
         """Make ``count`` samples."""
@@ -214,8 +231,7 @@ def _ddp(name: str, workload: Workload, model: nn.Module, device: torch.device) 
             wrapped.parameters(),
             torch.optim.AdamW,
             parameters_as_bucket_view=is_view,
-            lr=1e-3,
-            **{workload.optimizer: True},
+            **workload.adamw_settings(),
         )
     else:
         optimizer = workload.adamw(wrapped.parameters())
@@ -246,10 +262,13 @@ def _deepspeed(name: str, workload: Workload, model: nn.Module, device: torch.de
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    # Its default buckets of 2 GB are taken whole, however small the model is.
+    num_params = sum(param.numel() for param in model.parameters())
+    buckets = {key: min(500_000_000, num_params) for key in ("reduce_bucket_size", "allgather_bucket_size")}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": int(name[2])},
+        "zero_optimization": {"stage": int(name[2]), **buckets},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -295,7 +314,9 @@ def poplar_system(name: str, engine: Any) -> System:
                 pass
         wait()
 
-    return System(name=name, step=lambda batches: engine.step(batches).loss, finish=finish, close=engine.close, engine=engine)
+    return System(
+        name=name, step=lambda batches: engine.step(batches).loss, finish=finish, close=engine.close, engine=engine
+    )
 
 
 def gpt_loss(model: nn.Module, batch: MicroBatch) -> Tensor:

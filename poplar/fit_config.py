@@ -45,6 +45,10 @@ class FitConfig:
     """Cards that CPU ranks stand for, as "v100-16g:2,t4-16g:2"."""
     memory_fractions: tuple[float, ...] | None = None
     """Share of its memory that each rank may use; one entry stands for all ranks."""
+    reuse: bool = False
+    """Take earlier profiles where nothing that matters has changed since; keep new ones for later."""
+    refresh: bool = False
+    """Measure anew, and replace the profiles kept for ``reuse``."""
     backend: str | None = None
     """Library of the collectives, "nccl" or "gloo". None: nccl for GPUs, else gloo."""
     seed: int = 0
@@ -98,6 +102,14 @@ class FitConfig:
             # Read once, so that a wrong list is refused before any rank starts.
             object.__setattr__(self, "micro_batch_sizes", tuple(tuple(row) for row in self.micro_batch_sizes))
             self.given_plan()
+
+    @property
+    def profile_cache_dir(self) -> str | None:
+        """Return the folder of earlier profiles, in ``POPLAR_CACHE_DIR`` or the user's cache; None where unused."""
+        if not (self.reuse or self.refresh):
+            return None
+        default = os.path.join(os.path.expanduser("~"), ".cache", "poplar")
+        return os.path.join(os.environ.get("POPLAR_CACHE_DIR") or default, "profiles")
 
     def given_plan(self) -> Plan | None:
         """Return the plan that the settings give; None where one is to be made."""

@@ -325,6 +325,11 @@ class Plan:
         return cls.from_json(text)
 
 
+def profile_of(plan: Plan, profiles: Sequence[ClusterProfile]) -> ClusterProfile:
+    """Return the profile of the stage and shards that ``plan`` was made for."""
+    return next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (plan.zero_stage, plan.shard_ratios))
+
+
 def check_shard_ratios(shard_ratios: Sequence[float], world_size: int) -> tuple[float, ...]:
     """Return the ratios as floats that add up to 1.
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from poplar.allocator import choose_outcome, explain
 from poplar.config import PRECISIONS, STRATEGIES, ZERO_STAGES, Recipe
 from poplar.device import Device, current_device
-from poplar.errors import ConfigError, InfeasiblePlanError, ProfileError, StepError
+from poplar.errors import ConfigError, ProfileError, StepError
 from poplar.plan import ClusterProfile, Plan, RankProfile, check_shard_ratios
 from poplar.profiler_cache import ProfileCache
 from poplar.profiler_collectives import balanced_sizes, calibrate
@@ -180,7 +180,7 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
-    stages = ZERO_STAGES if zero_stage == "auto" else (zero_stage,)
+    stages = _checked_stages("all" if zero_stage == "auto" else zero_stage)
     group, device = settings.get("group"), settings.get("device")
     comm, device = _place(group, settings.get("comm"), device, settings.pop("memory_fraction", None))
     settings.update(group=None, comm=comm, device=device)
@@ -309,7 +309,7 @@ class _Session:
     def _ruled_out(self, least_bytes: int, misses: bool) -> Measured:
         """Return the profile of a rank at a stage that cannot fit this rank, or another one."""
         usable_bytes = self._usable_bytes()
-        note = ()
+        note: tuple[str, ...] = ()
         if misses and usable_bytes is not None:
             note = (f"its model state misses {(least_bytes - usable_bytes) / _MIB:.1f} MiB of memory; not profiled",)
         return Measured(

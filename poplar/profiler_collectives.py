@@ -49,7 +49,7 @@ class Calibration:
 
 
 def balanced_sizes(ranks: Sequence[RankProfile], global_batch_size: int | None) -> list[int]:
-    """Return a micro-batch for each rank that takes all about as long, as large as memory and the global batch allow."""
+    """Return micro-batches by rank that take about as long, as large as memory and the global batch allow."""
     curves = [curve_of(rank) for rank in ranks]
     able = [curve for curve in curves if curve.max_micro_batch_size > 0]
     if not able:

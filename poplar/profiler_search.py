@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that trains, in few trials: grow, jump to where a line through the peaks meets the limit.
+"""Find the largest micro-batch that trains in few trials: jump to where a line through the peaks meets the limit.
 
 [Note: the jump]
 Peak memory is nearly fixed + per_sample x size. Two trials give the line, the line gives the largest size within the

@@ -27,6 +27,12 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
+def describe_plan(plan: Plan, profile: ClusterProfile | None = None) -> str:
+    """Return the table of a plan, what it comes to, and its notes."""
+    notes = [f"- {note}" for note in (*(profile.notes if profile is not None else ()), *plan.notes)]
+    return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *notes])
+
+
 def plan_table(plan: Plan, profile: ClusterProfile | None = None) -> str:
     """Return the plan by rank: card, largest batch, speed, micro-batches, predicted compute, idle and memory."""
     header = ("rank", "card", "largest", "samples/s", "micro-batches", "compute", "idle", "memory")

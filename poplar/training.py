@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,18 +24,19 @@ import torch
 import torch.distributed as dist
 
 from poplar.allocator import allocate
-from poplar.config import Batch, Recipe
+from poplar.config import ZERO_STAGES, Batch, Recipe
 from poplar.device import Device
 from poplar.emulation import start_device
 from poplar.engine import Engine, StepResult
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.fit_config import FitConfig
 from poplar.loader import PlannedLoader, eval_batches
-from poplar.plan import ClusterProfile, Plan
+from poplar.plan import ClusterProfile, Plan, profile_of
+from poplar.profiler import profile
 from poplar.progress import Progress, RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
-from poplar.tables import closing_table, plan_summary, plan_table
+from poplar.tables import closing_table, describe_plan
 from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, join_process_group, launcher_environment
 
 
@@ -93,7 +94,7 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
             files.write("profile.json", profile.to_json())
         show = config.progress and comm.rank == 0
         if show:
-            print(plan_table(plan, profile), plan_summary(plan), sep="\n\n", end="\n\n", flush=True)
+            print(describe_plan(plan, profile), end="\n\n", flush=True)
         engine = _build(recipe, config, plan, comm, device)
         loader = PlannedLoader(
             dataset, plan, comm.rank, recipe.collate, seed=config.seed, num_workers=config.num_workers
@@ -151,14 +152,17 @@ def choose_plan(
 
 def profile_stages(recipe: Recipe, config: FitConfig, comm: Communicator, device: Device) -> tuple[ClusterProfile, ...]:
     """Profile the stages that the settings leave open. Collective."""
-    from poplar.profiler import profile
-
-    raise NotImplementedError(profile)
-
-
-def profile_of(plan: Plan, profiles: Sequence[ClusterProfile]) -> ClusterProfile:
-    """Return the profile that ``plan`` was made from."""
-    return next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (plan.zero_stage, plan.shard_ratios))
+    return profile(
+        recipe,
+        zero_stage=ZERO_STAGES if config.zero_stage == "auto" else (int(config.zero_stage),),
+        comm=comm,
+        device=device,
+        precision=config.precision,
+        max_grad_norm=config.max_grad_norm,
+        global_batch_size=config.global_batch_size,
+        cache_dir=config.profile_cache_dir,
+        refresh=config.refresh,
+    )
 
 
 def _check_dataset(dataset: Any, config: FitConfig) -> None:

@@ -19,7 +19,7 @@ from poplar.cli.options import (
 )
 from poplar.errors import ConfigError
 from poplar.plan import ClusterProfile, Plan
-from poplar.tables import plan_summary, plan_table
+from poplar.tables import describe_plan
 
 
 @click.command()
@@ -58,7 +58,12 @@ def plan(
         chosen.save(out)
     if explain:
         show("\n".join(outcomes) + "\n")
-    show(_describe(chosen, profiles))
+    ratios = chosen.shard_ratios
+    show(
+        describe_plan(
+            chosen, next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (chosen.zero_stage, ratios))
+        )
+    )
 
 
 def _plan(profiles: list[ClusterProfile], values: dict[str, Any]) -> tuple[Plan, list[str]]:
@@ -69,12 +74,6 @@ def _plan(profiles: list[ClusterProfile], values: dict[str, Any]) -> tuple[Plan,
         profiles, values["global_batch_size"], values["strategy"], zero_stage=values["zero_stage"]
     )
     return choose_outcome(outcomes), [outcome.describe() for outcome in outcomes]
-
-
-def _describe(chosen: Plan, profiles: list[ClusterProfile]) -> str:
-    measured = next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (chosen.zero_stage, chosen.shard_ratios))
-    notes = [f"- {note}" for note in chosen.notes]
-    return "\n".join([plan_table(chosen, measured), "", plan_summary(chosen), *notes])
 
 
 def _read_profile(name: str) -> ClusterProfile:

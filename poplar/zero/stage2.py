@@ -23,6 +23,8 @@ class Stage2(Stage):
 
     def _merge(self, buffer: FlatBuffer, full: Tensor) -> None:
         if buffer.grad is None:
-            buffer.grad = buffer.own(full).clone()
+            own = buffer.own(full)
+            # A copy lets go of the other ranks' parts; a rank that owns everything has none to let go of.
+            buffer.grad = own if own.numel() == full.numel() else own.clone()
         else:
             buffer.grad.add_(buffer.own(full))

@@ -90,14 +90,16 @@ class Stage3(Stage2):
     def reshard_all(self) -> None:
         for unit in self.units:
             for buffer in unit.buffers:
-                if buffer.full is not None:
+                if buffer.full is not None and buffer.full is not buffer.shard:
                     buffer.shard.copy_(buffer.own(buffer.full))
             self._release(unit)
 
     def _issue_unshard(self, unit: Unit) -> None:
         works = self._gathers.setdefault(unit, [])
         for buffer in unit.buffers:
-            if buffer.full is None:
+            if buffer.shard.numel() == buffer.padded_numel:
+                buffer.full = buffer.shard
+            elif buffer.full is None:
                 buffer.full = torch.empty(buffer.padded_numel, dtype=buffer.dtype, device=buffer.shard.device)
                 buffer.own(buffer.full).copy_(buffer.shard)
             works.append(self.comm.all_gather(buffer.full, buffer.offsets, name=f"parameters of {unit.name}"))
@@ -341,8 +343,9 @@ class Stage3(Stage2):
                 for module in unit.modules:
                     units_of.setdefault(module, []).append(unit)
         for module, units in units_of.items():
-            yield module.register_forward_pre_hook(self._make_enter(units))
-            yield module.register_forward_hook(self._make_exit(units))
+            # In a compiled block these are to run as they are: a graph knows nothing of collectives and resharding.
+            yield module.register_forward_pre_hook(torch.compiler.disable(self._make_enter(units)))
+            yield module.register_forward_hook(torch.compiler.disable(self._make_exit(units)))
 
     def _make_enter(self, units: Sequence[Unit]) -> Callable[..., None]:
         def enter(module: nn.Module, args: Any) -> None:

@@ -183,6 +183,7 @@ CASES = (
     _case("delegating_wrapper", zoo.Delegating),  # Z13
     _case("delegating_blocks", zoo.DelegatingBlocks),  # Z13
     _case("compiled", zoo.Compiled),
+    _case("compiled_aot", partial(zoo.Compiled, "aot_eager")),
     _case("own_function", zoo.OwnFunction),
     _case("weight_norm", zoo.WeightNorm),
     _case("encoder", zoo.Encoder, data=tokens),

@@ -113,6 +113,7 @@ def check(
     model = build(case, seed=rank)  # only rank 0's weights are the reference's
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*of the model; at stage 3 it is gathered whole", PoplarWarning)
+        warnings.filterwarnings("ignore", "batch normalisation uses", PoplarWarning)
         engine = poplar.initialize(
             model,
             case.optimizer(model),
