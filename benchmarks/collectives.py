@@ -75,7 +75,7 @@ class Buffers:
     def all_gather_by_broadcasts(self) -> Tensor:
         works = [dist.broadcast(view, src=rank, async_op=True) for rank, view in enumerate(self.views)]
         for work in works:
-            work.wait()  # type: ignore[union-attr]
+            work.wait()
         return self.full
 
     def reduce_scatter(self) -> Tensor:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 def bytes_sent() -> int | None:
     """Return the bytes that this process has sent over its TCP connections, as the kernel counts them; None: unknown.
@@ -38,7 +40,7 @@ def bytes_sent() -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReading:
-    """Bytes of CPU tensors, counted from before a system was built."""
+    """Bytes of tensors, counted from before a system was built."""
 
     peak_bytes: int
     """The most during the last of the steps."""
@@ -46,11 +48,30 @@ class MemoryReading:
     """What was left after it."""
 
 
-def metered(make: Callable[[], Any], use: Callable[[Any], None], times: int = 3) -> tuple[Any, MemoryReading]:
-    """Return ``make()`` and the memory that it takes while ``use`` is called on it for the last of ``times`` times.
+def metered(
+    make: Callable[[], Any], use: Callable[[Any], None], times: int = 3, device: torch.device | None = None
+) -> tuple[Any, MemoryReading]:
+    """Return ``make()`` and the memory that it takes while ``use`` is called on it for the last of ``times`` times."""
+    if device is not None and device.type == "cuda":
+        return _metered_on_card(make, use, times)
+    return _metered_on_cpu(make, use, times)
 
-    PyTorch's profiler hears of every allocation of the CPU allocator in this thread, also of those that C++ makes, and
-    is asked nothing else. Memory that gloo allocates for itself is not seen, whoever calls it.
+
+def _metered_on_card(make: Callable[[], Any], use: Callable[[Any], None], times: int) -> tuple[Any, MemoryReading]:
+    before = torch.cuda.memory_allocated()
+    made = make()
+    for _ in range(times):
+        torch.cuda.reset_peak_memory_stats()
+        use(made)
+    peak, left = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    return made, MemoryReading(peak_bytes=peak - before, state_bytes=left - before)
+
+
+def _metered_on_cpu(make: Callable[[], Any], use: Callable[[Any], None], times: int) -> tuple[Any, MemoryReading]:
+    """Listen to PyTorch's profiler.
+
+    It hears of every allocation of the CPU allocator in this thread, also of those that C++ makes. Memory that gloo
+    allocates for itself is not seen, whoever calls it.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -33,8 +33,9 @@ from benchmarks.common import (
     slowest,
 )
 from benchmarks.counters import bytes_sent, metered
+from benchmarks.gpt import SIZES, Workload
 from benchmarks.ranks import run_ranks
-from benchmarks.systems import SIZES, STAGE_OF, System, Workload, build, checked_systems, installed_systems
+from benchmarks.systems import STAGE_OF, System, build, checked_systems, installed_systems
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 """How far losses may lie apart, relatively: systems that compute something else are not compared."""
@@ -50,6 +51,8 @@ class Configuration:
     precision: str
     optimizer: str
     micro_batch_size: int
+    device: str = "cpu"
+    """ "cpu", or "cuda": a card for every rank."""
 
     @property
     def workload(self) -> Workload:
@@ -62,22 +65,25 @@ class Configuration:
 def measure(rank: int, world_size: int, config: Configuration, names: Sequence[str], rounds: int, burst: int) -> dict:
     """Build every system, count what its steps send and hold, then time it in turns with the others."""
     workload = config.workload
+    device = torch.device("cpu") if config.device == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     batches = [
-        workload.samples(config.micro_batch_size, seed=1 + rank + world_size * index)
+        workload.samples(config.micro_batch_size, 1 + rank + world_size * index, device)
         for index in range(config.accumulation)
     ]
     tasks: dict[str, Callable[[], float]] = {}
     counts = {}
     num_params = sum(param.numel() for param in workload.build_model().parameters())
     for name in names:
-        system, counts[name] = count(partial(build, name, workload, config.accumulation), batches)
+        system, counts[name] = count(partial(build, name, workload, config.accumulation, device), batches, device)
         tasks[name] = partial(timed_burst, system, batches, burst)
     gc.collect()
     gc.freeze()  # what lives until the end need not be looked at again in the middle of a timing
     return {"num_params": num_params, "counts": counts, "times": interleave(tasks, rounds)}
 
 
-def count(make: Callable[[], System], batches: Sequence) -> tuple[System, dict[str, Any]]:
+def count(make: Callable[[], System], batches: Sequence, device: torch.device) -> tuple[System, dict[str, Any]]:
     """Build a system and take a few steps; return it with its loss, and the bytes that a step sends and holds."""
     losses: list[float] = []
 
@@ -86,13 +92,13 @@ def count(make: Callable[[], System], batches: Sequence) -> tuple[System, dict[s
         system.finish()
 
     gc.collect()
-    system, memory = metered(make, step)
+    system, memory = metered(make, step, device=device)
     dist.barrier()
-    before = bytes_sent()
+    before = bytes_sent() if device.type == "cpu" else None
     step(system)
     # Nothing has to be said twice: what the others have received, they have received by the end of their steps.
-    after = bytes_sent()
-    mean_losses = torch.tensor([losses[0], losses[-1]], dtype=torch.float64)
+    after = bytes_sent() if device.type == "cpu" else None
+    mean_losses = torch.tensor([losses[0], losses[-1]], dtype=torch.float64, device=device)
     dist.all_reduce(mean_losses)
     first, last = (mean_losses / dist.get_world_size()).tolist()
     sent = None if before is None or after is None else after - before
@@ -138,7 +144,8 @@ def run(config: Configuration, names: Sequence[str], rounds: int, burst: int) ->
         RuntimeError: the systems' losses differ, so that they did not do the same work.
     """
     about = machine()
-    by_rank = run_ranks(measure, config.ranks, config, names, rounds, burst)
+    backend = "gloo" if config.device == "cpu" else "nccl"
+    by_rank = run_ranks(measure, config.ranks, config, names, rounds, burst, backend=backend)
     times = slowest([rank["times"] for rank in by_rank])
     counts = [rank["counts"] for rank in by_rank]
     check_losses(counts[0], LOSS_TOLERANCE[config.precision])
@@ -200,10 +207,11 @@ def compare_with_peers(rows: Sequence[dict[str, Any]]) -> None:
 def table(record: dict[str, Any]) -> str:
     config = Configuration(**record["configuration"])
     about = record["machine"]
+    place = about["gpu"] or f"{about['cores']} cores"
+    batches = f"{config.accumulation} micro-batch{'es' if config.accumulation > 1 else ''} of {config.micro_batch_size}"
     title = (
-        f"**{config.model}** ({record['num_params'] / 1e6:.1f} M parameters), {config.ranks} ranks on {about['cores']} "
-        f"cores, {config.precision}, {config.optimizer} AdamW, {config.accumulation} micro-batch"
-        f"{'es' if config.accumulation > 1 else ''} of {config.micro_batch_size}; "
+        f"**{config.model}** ({record['num_params'] / 1e6:.1f} M parameters), {config.ranks} ranks on {place}, "
+        f"{config.precision}, {config.optimizer} AdamW, {batches}; "
         f"{record['rounds']} rounds of bursts of {record['burst']} steps"
     )
     header = ["system", "stage", "step, ms", "over local", "over best peer", "sent, MiB", "formula", "peak, MiB"]

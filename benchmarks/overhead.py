@@ -27,7 +27,8 @@ from benchmarks.common import (
     report,
     result_options,
 )
-from benchmarks.systems import SIZES, System, Workload, build
+from benchmarks.gpt import SIZES, Workload
+from benchmarks.systems import System, build
 
 STEP_TARGET, IMPORT_TARGET_S, HELP_TARGET_S = 1.02, 0.3, 0.5
 
@@ -114,9 +115,11 @@ def process_seconds(command: Sequence[str]) -> float:
 
 
 def table(record: dict[str, Any]) -> str:
-    part = record["configuration"]["part"]
-    if part == "steps":
-        title = f"**One step at world size 1**, {record['configuration']['model']}, {record['rounds']} rounds of bursts of {record['burst']} steps"
+    config = record["configuration"]
+    if config["part"] == "steps":
+        title = (
+            f"**One step at world size 1**, {config['model']}, {record['rounds']} rounds, bursts of {record['burst']}"
+        )
     else:
         title = f"**Starting**, beyond torch's own import (help: the whole process), {record['rounds']} rounds"
     rows = [

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -106,6 +107,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         dist.init_process_group(
             backend,
@@ -123,3 +125,10 @@ def _rank_main(
         pipe.close()
         # A group whose peer has failed may never be destroyed in good order.
         os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

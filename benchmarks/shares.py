@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,7 @@ class CpuQuota:
         self.how = f"CPU quota (cgroup), period {period_us / 1000:g} ms"
         self._folders: list[Path] = []
         parent, version = _find_cgroup()
+        _remove_leftovers(parent)
         try:
             for rank, share in enumerate(shares):
                 folder = parent / f"poplar-benchmark-{os.getpid()}-{rank}"
@@ -76,6 +78,14 @@ class CpuQuota:
                 except OSError:
                     time.sleep(0.1)  # a process that has just ended stays in its group for a moment
         self._folders = []
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove the groups of earlier runs that were killed before they could."""
+    for folder in parent.glob("poplar-benchmark-*"):
+        if not Path("/proc", folder.name.split("-")[2]).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _find_cgroup() -> tuple[Path, int]:
@@ -157,10 +167,13 @@ def cpu_shares(shares: Sequence[float], use_quota: bool = True) -> Iterator[CpuQ
         limiter = CpuQuota(shares)
     except OSError:
         limiter = BusyNeighbours(shares)
+    # Ended from outside, clean up all the same.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield limiter
     finally:
         limiter.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def received_share(seconds: float = 1.0) -> float:

@@ -31,7 +31,9 @@ from poplar.checkpoint_files import MAX_FILE_BYTES, RANDOM, TensorReader, read_m
 from poplar.checkpoint_match import (
     check_optimizer,
     match_buffers,
+    match_extra_states,
     match_params,
+    modules_with_extra_state,
     persistent_buffers,
     pieces_of,
     stored_states,
@@ -135,6 +137,7 @@ def _describe(engine: Engine, extra: Mapping[str, Any] | None) -> tuple[dict[str
     comm, attempt = engine.comm, _Attempt()
     own = attempt.run(_encode_extra, extra, comm.rank)
     groups = attempt.run(_encode_groups, engine.optimizer)
+    extra_states = attempt.run(_encode_extra_states, engine.module)
     attempt.raise_together(comm, "could not save")
     digests = {name: _digest(value) for name, value in own.items()} if own is not None else None
     rows = comm.gather_objects((digests, encode(random_state(), "the random state")))
@@ -157,6 +160,7 @@ def _describe(engine: Engine, extra: Mapping[str, Any] | None) -> tuple[dict[str
         "skipped_in_a_row": engine._skipped_in_a_row,
         "loss_scale": engine.loss_scale.state_dict() if engine.loss_scale.enabled else None,
         "optimizer": {"class": type(engine.optimizer).__name__, "groups": groups},
+        "extra_states": extra_states,
         "extra": own,
     }
     return manifest, [state for _, state in rows]
@@ -168,6 +172,10 @@ def _encode_extra(extra: Mapping[str, Any] | None, rank: int) -> dict[str, Any] 
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
         raise ConfigError(f"extra must be a dict with names as keys; got {type(extra).__name__}")
     return {name: encode(value, f"extra[{name!r}]") for name, value in extra.items()}
+
+
+def _encode_extra_states(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: encode(part.get_extra_state(), name) for name, part in modules_with_extra_state(module).items()}
 
 
 def _encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -219,6 +227,7 @@ def _open(engine: Engine, folder: Path) -> tuple[dict[str, Any], list[Any]]:
     manifest = read_manifest(folder)
     params = match_params(manifest["parameters"], engine._stage.units)
     match_buffers(manifest["buffers"], engine.module)
+    match_extra_states(manifest["extra_states"], engine.module)
     check_optimizer(manifest["optimizer"], params, engine.optimizer)
     return manifest, json.loads((folder / RANDOM).read_text(encoding="utf-8"))
 
@@ -245,6 +254,8 @@ def _overwrite(engine: Engine, manifest: dict[str, Any], reader: TensorReader, a
             attempt.run(reader.read_into, received, entry["file"], entry["names"][0])
         comm.broadcast(received, src=0, name=f"stored buffer {entry['names'][0]}")
         buffer.copy_(received)
+    for name, module in match_extra_states(manifest["extra_states"], engine.module).items():
+        module.set_extra_state(decode(manifest["extra_states"][name]))
     overwrite_optimizer_state(stage, engine._binding, states, read_state)
     for group, stored_settings in zip(engine.optimizer.param_groups, settings, strict=True):
         _overwrite_settings(group, stored_settings)

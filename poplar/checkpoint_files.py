@@ -116,11 +116,17 @@ class FolderInTheMaking:
         manifest["checksum"] = _checksum(manifest)
         (self.partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         _to_disk(self.partial / MANIFEST)
-        if self.target.exists():
+        replaces = self.target.exists()
+        if replaces:
             # Between the two renames there is nothing at the path; the older checkpoint is then at ``previous``.
             shutil.rmtree(self.previous, ignore_errors=True)
             self.target.rename(self.previous)
-        self.partial.rename(self.target)
+        try:
+            self.partial.rename(self.target)
+        except OSError:
+            if replaces:
+                self.previous.rename(self.target)
+            raise
         shutil.rmtree(self.previous, ignore_errors=True)
         _to_disk(self.target.parent)
 

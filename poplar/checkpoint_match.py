@@ -33,6 +33,15 @@ def persistent_buffers(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]
     return [(tuple(dict.fromkeys(names)), buffer) for names, buffer in named.values()]
 
 
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have more state than parameters and buffers, by its name in torch's state dicts."""
+    return {
+        clean_name(f"{name}._extra_state" if name else "_extra_state"): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def match_params(entries: Iterable[Entry], units: Iterable[Unit]) -> dict[Piece, Entry]:
     """Return the stored entry of every parameter of the model.
 
@@ -61,6 +70,13 @@ def match_buffers(entries: Iterable[Entry], model: nn.Module) -> list[tuple[Tens
     for names, buffer in buffers:
         _check_shape("buffer", names[0], buffer.shape, stored[names[0]])
     return [(buffer, stored[names[0]]) for names, buffer in buffers]
+
+
+def match_extra_states(stored: Mapping[str, Any], model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have extra state, the same ones as in the checkpoint; errors as for parameters."""
+    modules = modules_with_extra_state(model)
+    _check_names("extra state", [(name,) for name in modules], stored)
+    return modules
 
 
 def check_optimizer(stored: Mapping[str, Any], params: Mapping[Piece, Entry], optimizer: torch.optim.Optimizer) -> None:
@@ -131,7 +147,7 @@ def _by_name(entries: Iterable[Entry]) -> dict[str, Entry]:
     return {name: entry for entry in entries for name in entry["names"]}
 
 
-def _check_names(what: str, known: list[tuple[str, ...]], stored: Mapping[str, Entry]) -> None:
+def _check_names(what: str, known: list[tuple[str, ...]], stored: Mapping[str, Any]) -> None:
     missing = [names[0] for names in known if names[0] not in stored]
     names_here = {name for names in known for name in names}
     unexpected = [name for name in stored if name not in names_here]

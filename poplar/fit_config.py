@@ -72,6 +72,10 @@ class FitConfig:
             self._check_count(name, minimum=1, optional=name != "global_batch_size")
         for name in ("seed", "compare_steps", "num_workers"):
             self._check_count(name, minimum=0, optional=False)
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"steps={self.steps} and epochs={self.epochs} both say how long to train; give one of them"
+            )
         _check_choice("zero_stage", self.zero_stage, ("auto", *ZERO_STAGES))
         _check_choice("strategy", self.strategy, STRATEGIES)
         _check_choice("precision", self.precision, PRECISIONS)

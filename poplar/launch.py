@@ -41,6 +41,8 @@ SHUTDOWN_TIMEOUT_S = 10
 _KILLED_HINT = "; the system kills processes when the machine is out of memory, and dmesg tells"
 _LOST_CONNECTION = r"[Cc]onnection (closed|reset|refused)|Broken pipe|remote process exited"
 
+_TALKERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+"""Loggers that tell of every rank they end."""
 _OWN_FILES = (__file__, record.__code__.co_filename)
 """What is on the stack of every rank, and left out of its traceback."""
 
@@ -173,14 +175,16 @@ def _elastic_settings(num_ranks: int) -> Iterator[None]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
     }
     added = {name: value for name, value in defaults.items() if name not in os.environ}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_TALKERS)]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     os.environ.update(added)
     if not debug_from_environment():
-        logger.setLevel(logging.CRITICAL)
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         for name in added:
             os.environ.pop(name, None)

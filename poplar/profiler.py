@@ -16,7 +16,6 @@ is 0), random state is put back, memory is given back.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from poplar.errors import ConfigError, ProfileError, StepError
 from poplar.plan import ClusterProfile, Plan, RankProfile, check_shard_ratios
 from poplar.profiler_cache import ProfileCache
 from poplar.profiler_collectives import balanced_sizes, calibrate
-from poplar.profiler_probe import EngineSettings, ProbeBatches, RankProbe
+from poplar.profiler_probe import EngineSettings, ProbeBatches, RankProbe, give_back
 from poplar.profiler_rank import Effort, Measured, measure_rank
 from poplar.profiler_state import RecipeFacts, learn_facts
 from poplar.rng import preserved_random_state
@@ -225,10 +224,7 @@ def _without_trace() -> Iterator[None]:
     """See [Note: no trace]; warnings of the engine are for training, where they come again."""
     with preserved_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PoplarWarning)
-        try:
-            yield
-        finally:
-            gc.collect()
+        yield
 
 
 class _Session:
@@ -238,11 +234,11 @@ class _Session:
         self._settings = settings
         self._comm = comm
         self._device = device
-        self._batches = ProbeBatches(recipe)
+        self._batches = ProbeBatches(recipe, device)
         self._runs_s: dict[int, list[float]] = {}
         """Micro-steps of stages 0 and 1, which are the same work."""
         ratios = settings.shard_ratios
-        self._ratios = None if ratios is None else check_shard_ratios(ratios, comm.world_size)
+        self._ratios = None if ratios is None else check_shard_ratios(ratios, comm.shard_world_size)
         native = comm.gather_objects(device.native_dtypes()) if settings.precision == "auto" else []
         precision = resolve_precision(settings.precision, native)
         self._engines = EngineSettings(
@@ -277,7 +273,7 @@ class _Session:
 
     @property
     def _share(self) -> float:
-        return 1 / self._comm.world_size if self._ratios is None else self._ratios[self._comm.rank]
+        return 1 / self._comm.shard_world_size if self._ratios is None else self._ratios[self._comm.shard_rank]
 
     def _usable_bytes(self) -> int | None:
         limit = self._device.memory_limit_bytes
@@ -300,7 +296,7 @@ class _Session:
         return result
 
     def _measure(self, zero_stage: int, least_bytes: int) -> Measured:
-        place = self._comm.rank, self._comm.world_size
+        place = self._comm.shard_rank, self._comm.shard_world_size
         runs_s = self._runs_s if zero_stage < 2 else None
         probe = RankProbe(self._engines, self._batches, zero_stage, place, self._device, runs_s)
         with self._device.unpaced():
@@ -333,8 +329,7 @@ class _Session:
             if self._comm.world_size == 1 or not any(sizes):
                 return self._assemble(zero_stage, rows)
             found = calibrate(self._engines, self._batches, zero_stage, profiles, sizes, self._comm, self._device)
-            gc.collect()
-            self._device.empty_cache()
+            give_back(self._device)
             if not found.failed_ranks:
                 return replace(
                     self._assemble(zero_stage, rows),

@@ -48,6 +48,7 @@ class ProfileCache:
             "precision": precision,
             "world_size": comm.world_size,
             "rank": comm.rank,
+            "shards": comm.shard_world_size,
             "shard_ratios": settings.shard_ratios,
             "units": repr(settings.units),
             "clips": settings.max_grad_norm is not None,
@@ -64,8 +65,7 @@ class ProfileCache:
         found = self._comm.broadcast_object(_read(path) if self._comm.rank == 0 else None, 0)
         if found is None:
             return None
-        fits = self._still_fits(found)
-        if not all(row[0] for row in self._comm.gather_floats([float(fits)])):
+        if any(row[0] for row in self._comm.gather_floats([float(self._is_too_large(found))])):
             return None
         ids = self._comm.gather_objects(self._device.device_id)
         return replace(found, ranks=tuple(replace(r, device_id=i) for r, i in zip(found.ranks, ids, strict=True)))
@@ -84,10 +84,11 @@ class ProfileCache:
         keys = self._comm.gather_objects(digest({**self._key, "zero_stage": zero_stage}))
         return self._folder / f"profile-z{zero_stage}-{digest(keys)}.json"
 
-    def _still_fits(self, found: ClusterProfile) -> bool:
+    def _is_too_large(self, found: ClusterProfile) -> bool:
+        """Return whether this rank's memory has become less than the profile needs."""
         limit = self._device.memory_limit_bytes
         needed = max((peak for _, peak in found.ranks[self._comm.rank].memory_points), default=0)
-        return limit is None or needed <= limit - self._device.allocated_bytes()
+        return limit is not None and needed > limit - self._device.allocated_bytes()
 
 
 def _read(path: Path) -> ClusterProfile | None:

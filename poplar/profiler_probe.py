@@ -75,8 +75,9 @@ class ProbeComm(LoopbackComm):
 class ProbeBatches:
     """The batches that a recipe is profiled with."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, device: Device):
         self._recipe = recipe
+        self._device = device
         self._samples: list[Any] = []
 
     def make(self, size: int) -> Batch:
@@ -84,7 +85,8 @@ class ProbeBatches:
         if self._recipe.probe is not None:
             return self._recipe.probe(size)
         if not self._samples:
-            self._samples = self._largest_samples()
+            with self._device.uncounted():  # a data set lies in the host's memory
+                self._samples = self._largest_samples()
         return self._recipe.collate([self._samples[index % len(self._samples)] for index in range(size)])
 
     def _largest_samples(self) -> list[Any]:
@@ -149,6 +151,17 @@ class LossWatch:
             return loss(module, batch)
 
         return watched
+
+
+def give_back(device: Device) -> None:
+    """Free what nobody holds any more."""
+    # Autograd's graph is invisible to the collector: what it kept alive is garbage only once it is gone.
+    before = None
+    while before != device.allocated_bytes():
+        before = device.allocated_bytes()
+        gc.collect()
+    device.empty_cache()
+    device.reset_peak()
 
 
 class RankProbe:
@@ -247,9 +260,7 @@ class RankProbe:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
-        gc.collect()
-        self.device.empty_cache()
-        self.device.reset_peak()
+        give_back(self.device)
 
     def _attempt(self, run: Callable[[], T]) -> T | None:
         """Return what ``run`` returns, None if memory ran out: see [Note: out of memory]."""
@@ -266,10 +277,9 @@ class RankProbe:
         if self._engine is None:
             with self.device.metered():
                 comm = ProbeComm(*self._place, self.zero_stage, self.device)
-                engine = self._settings.build(self.zero_stage, comm, self.device, self._watch)
-                engine.step([self._batches.make(1)])
-                self.state_bytes = self._held_bytes(engine)
-            self._engine = engine
+                self._engine = self._settings.build(self.zero_stage, comm, self.device, self._watch)
+                self._engine.step([self._batches.make(1)])
+                self.state_bytes = self._held_bytes(self._engine)
         return self._engine
 
     def _held_bytes(self, engine: Engine) -> int:

@@ -28,9 +28,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def describe_plan(plan: Plan, profile: ClusterProfile | None = None) -> str:
-    """Return the table of a plan, what it comes to, and its notes."""
-    notes = [f"- {note}" for note in (*(profile.notes if profile is not None else ()), *plan.notes)]
-    return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *notes])
+    """Return the table of a plan, what it comes to, and its notes but for those on how each stage fared."""
+    notes = [*(profile.notes if profile is not None else ()), *plan.notes]
+    shown = [f"- {note}" for note in notes if not note.removeprefix("taken: ").startswith("stage ")]
+    return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *shown])
 
 
 def plan_table(plan: Plan, profile: ClusterProfile | None = None) -> str:
@@ -143,7 +144,7 @@ def format_bytes(count: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count / 1024:.0f} KiB"
+    return f"{count / 1024:.0f} KiB" if count >= 1024 else f"{count:.0f} B"
 
 
 def format_share(part: float, whole: float) -> str:

@@ -18,7 +18,7 @@ from poplar.cli.options import (
     strategy_option,
 )
 from poplar.errors import ConfigError
-from poplar.plan import ClusterProfile, Plan
+from poplar.plan import ClusterProfile, profile_of
 from poplar.tables import describe_plan
 
 
@@ -53,27 +53,18 @@ def plan(
 
         config, num_ranks = settle(values, recipe, nproc)
         profiles = measure(recipe or DEFAULT_RECIPE, config, num_ranks)
-    chosen, outcomes = _plan(profiles, values)
-    if out is not None:
-        chosen.save(out)
-    if explain:
-        show("\n".join(outcomes) + "\n")
-    ratios = chosen.shard_ratios
-    show(
-        describe_plan(
-            chosen, next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (chosen.zero_stage, ratios))
-        )
-    )
-
-
-def _plan(profiles: list[ClusterProfile], values: dict[str, Any]) -> tuple[Plan, list[str]]:
     from poplar.allocator import choose_outcome
     from poplar.allocator import explain as explain_stages
 
     outcomes = explain_stages(
         profiles, values["global_batch_size"], values["strategy"], zero_stage=values["zero_stage"]
     )
-    return choose_outcome(outcomes), [outcome.describe() for outcome in outcomes]
+    chosen = choose_outcome(outcomes)
+    if out is not None:
+        chosen.save(out)
+    show(describe_plan(chosen, profile_of(chosen, profiles)))
+    if explain:
+        show("\n" + "\n".join(outcome.describe() for outcome in outcomes))
 
 
 def _read_profile(name: str) -> ClusterProfile:

@@ -79,11 +79,15 @@ def build(
         _replace_meta(model, unit, groups, layout)
         unit.build_buffers(lambda param: groups.get(param, NO_GROUP), dtypes_of, layout.ratios, layout.comm.shard_rank)
     stage = STAGES[layout.zero_stage](model, units, layout.comm, layout.device)
-    for unit in units:
-        for buffer in unit.buffers:
-            _fill(buffer, stage, layout)
-    _send_buffers(model, layout)
-    return stage, OptimizerBinding(optimizer, units, states)
+    try:
+        for unit in units:
+            for buffer in unit.buffers:
+                _fill(buffer, stage, layout)
+        _send_buffers(model, layout)
+        return stage, OptimizerBinding(optimizer, units, states)
+    except BaseException:
+        stage.close()  # hooks would keep alive what there was memory for
+        raise
 
 
 def _check_same_model(units: Sequence[Unit], groups: dict[nn.Parameter, int], layout: Layout) -> None:

@@ -15,6 +15,7 @@ derive theirs from something all ranks share.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -204,7 +205,16 @@ def join_process_group(
     if backend is None:
         backend = "nccl" if torch.device(device).type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if backend == "gloo":
+        # The threads of gloo must end before the interpreter does, or the process may abort at its end. Those of NCCL
+        # need not, and could wait there for a rank that has failed.
+        atexit.register(_end_process_group)
     return dist.group.WORLD
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def launcher_environment() -> dict[str, str] | None:

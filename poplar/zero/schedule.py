@@ -33,6 +33,8 @@ class Op:
     """Index of the unit."""
     until_backward: bool = False
     """For "unshard": the unit stays whole from forward to its backward."""
+    in_backward: bool = False
+    """For "unshard": it was backward that needed the unit."""
 
 
 def complete_order(
@@ -69,14 +71,26 @@ def prefetching(ops: Sequence[Op]) -> list[Op]:
 
 
 def _kept_over(ops: Sequence[Op]) -> list[Op]:
-    """Gather once what forward uses last and backward first."""
+    """Gather once what forward uses last and backward first, whatever was reduced meanwhile.
+
+    Two gathers in backward stay two: a frozen unit is freed between them, since nothing tells that it is needed again.
+    """
     result: list[Op] = []
+    last: int | None = None  # place of the last gather
     for op in ops:
-        if op.kind == "unshard" and result and result[-1].kind == "unshard" and result[-1].unit == op.unit:
-            result[-1] = replace(result[-1], until_backward=True)
-        else:
-            result.append(op)
+        if op.kind == "unshard":
+            if last is not None and _is_same_use(result[last:], op):
+                result[last] = replace(result[last], until_backward=True)
+                continue
+            last = len(result)
+        result.append(op)
     return result
+
+
+def _is_same_use(since_last_gather: Sequence[Op], op: Op) -> bool:
+    """Return whether the unit of the last gather can stay whole for ``op``, which gathers it again."""
+    last, *reductions = since_last_gather
+    return last.unit == op.unit and not last.in_backward and all(other.unit != op.unit for other in reductions)
 
 
 def _insert_unused(ops: Sequence[Op], all_units: Sequence[int]) -> list[Op]:

@@ -159,7 +159,7 @@ class Stage3(Stage2):
     def _advance_to(self, unit: Unit) -> None:
         if self._recorded is not None:
             self.comm.broadcast_object(("unshard", unit.index), self.comm.rank)
-            self._recorded.append(Op("unshard", unit.index))
+            self._recorded.append(Op("unshard", unit.index, in_backward=self._phase is Phase.BACKWARD))
             self._issue_unshard(unit)
             return
         order = self._orders[self._training]
@@ -261,6 +261,9 @@ class Stage3(Stage2):
             self._release(unit)
         if before.has_frozen and before not in self._open:
             self._open.append(before)
+
+    def agree_on_order(self) -> None:
+        """Nothing to do: the recorded order has the reductions in it."""
 
     # Recording: see [Note: recording the order].
 

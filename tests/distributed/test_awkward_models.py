@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch._dynamo
 
 from poplar.config import ZERO_STAGES
 from tests.helpers.models import CASES, Case
@@ -24,6 +25,7 @@ def run_cases(rank: int, world_size: int, cases: list[Case]) -> list[str]:
     failures: list[str] = []
     # Dynamo looks at .grad of whatever it meets, and silences this warning in its own way, which "error" undoes.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.config.recompile_limit = 64  # a process meets the same modules many times
     for case in cases:
         expected = reference(case)
         for stage in ZERO_STAGES:

@@ -25,6 +25,7 @@ from poplar.loader import PlannedLoader
 from poplar.plan import Plan
 from poplar.zero.comm import ProcessGroupComm
 from poplar.zero.debug import CheckedComm
+from poplar.zero.hybrid import HybridComm
 from poplar.zero.precision import PoplarWarning
 from tests.helpers.models import adamw_two_groups, cross_entropy, num_labels, sgd
 from tests.helpers.spawn import run_ranks
@@ -282,12 +283,19 @@ def _failing_together(rank: int, world_size: int, folder: Path, comm: Any) -> li
     return failures
 
 
-def _debug_mode(rank: int, world_size: int, folder: Path, comm: Any) -> None:
-    """All ranks mean the same collectives, also while rank 0 alone reads and writes."""
+def _other_communicators(rank: int, world_size: int, folder: Path, comm: Any) -> list[str]:
+    """Shards that are replicated over the ranks; and debug mode, where all ranks must mean the same collectives."""
     run = Run(2, CheckedComm(comm))
     run.train(1)
     run.save(folder / "debug")
+    replicated = Run(3, HybridComm(None, "cpu", num_replicas=3), seed=4)
+    replicated.load(folder / "debug")
     run.load(folder / "debug")
+    failures = _differences(replicated.state(), run.state(), "replicated")
+    replicated.save(folder / "replicated")
+    run.train(1)
+    run.load(folder / "replicated")
+    return failures + _differences(run.state(), replicated.state(), "from replicated")
 
 
 def _export(rank: int, world_size: int, folder: Path, comm: Any) -> list[str]:
@@ -316,7 +324,7 @@ def _everything(rank: int, world_size: int, folder: Path) -> list[str]:
     failures += _to_more_ranks(rank, world_size, folder, comm, part)
     _only_rank_0(rank, world_size, folder, comm)
     failures += _failing_together(rank, world_size, folder, comm)
-    _debug_mode(rank, world_size, folder, comm)
+    failures += _other_communicators(rank, world_size, folder, comm)
     return failures + _export(rank, world_size, folder, comm)
 
 

@@ -156,6 +156,7 @@ CASES = (
     _case("low_rank", zoo.LowRankMix, max_grad_norm=0.1),  # Z29
     _case("low_rank_checkpointed", partial(zoo.LowRankMix, True)),  # Z05
     _case("frozen_start", zoo.FrozenStart),
+    _case("frozen_interleaved", zoo.FrozenInterleaved),
     _case("freeze_and_thaw", partial(zoo.Plain, 3), before_step=_thaw, num_steps=5),
     _case("freeze_and_thaw_adamw", zoo.Plain, before_step=_thaw, num_steps=5, optimizer=adamw_two_groups),
     _case("no_grad_pass", zoo.NoGradPass),

@@ -105,11 +105,14 @@ def random_split(rng: random.Random, num_samples: int, world_size: int) -> list[
 
 
 def check(
-    rank: int, world_size: int, case: Case, stage: int, ratios: Sequence[float] | None, expected: Trace, seed: int = 0
+    rank: int, world_size: int, case: Case, stage: int, ratios: Sequence[float] | None, expected: Trace, **options: Any
 ) -> None:
-    """Train ``case`` over the ranks; raise an AssertionError that says which case, stage and shards went wrong where."""
-    where = f"{case.name}, z{stage}, {world_size} ranks, shards {ratios or 'equal'}"
-    rng = random.Random(f"{case.name} {stage} {ratios} {seed}")
+    """Train ``case`` over the ranks; raise an AssertionError that says which case, stage and shards went wrong.
+
+    ``options`` go to ``poplar.initialize``.
+    """
+    where = f"{case.name}, z{stage}, {world_size} ranks, shards {ratios or 'equal'}{f', {options}' if options else ''}"
+    rng = random.Random(where)
     model = build(case, seed=rank)  # only rank 0's weights are the reference's
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*of the model; at stage 3 it is gathered whole", PoplarWarning)
@@ -124,43 +127,47 @@ def check(
             max_grad_norm=case.max_grad_norm,
             shard_ratios=ratios,
             units=case.units,
+            **options,
         )
+    try:
+        _train_and_compare(engine, rank, case, expected, rng, where)
+    except (ScheduleError, StepError):
+        # Allowed where the line says so; on every rank, or the others hang in their next collective.
+        if stage != 3 or not case.may_be_refused:
+            raise
+        engine.comm.barrier()
+    engine.close()
+
+
+def _train_and_compare(
+    engine: poplar.Engine, rank: int, case: Case, expected: Trace, rng: random.Random, where: str
+) -> None:
+    world_size = engine.comm.world_size
     for step in range(case.num_steps):
-        case.before_step(model, step)
+        case.before_step(engine.module, step)
         batch = case.data(step)
         split = random_split(rng, num_samples(batch), world_size)
-        own = [None if rows is None else rows_of(batch, rows) for rows in split[rank]]
-        try:
-            result = engine.step(own)
-        except (ScheduleError, StepError):
-            # Allowed where the line says so; on every rank, or the others hang in the next collective.
-            if stage != 3 or not case.may_be_refused:
-                raise
-            engine.comm.barrier()
-            return
+        result = engine.step([None if rows is None else rows_of(batch, rows) for rows in split[rank]])
         for what, got, want in (
             ("loss", result.loss, expected.losses[step]),
             ("gradient norm", result.grad_norm, expected.norms[step]),
         ):
             error = abs(got - want) / max(abs(want), SMALLEST_NORM)
             assert error < TOLERANCE, f"{where}, step {step}: {what} {got}, one process {want}; split {split}"
-        if step == 0:
-            _compare(where, step, engine.full_state_dict(), expected, split)
-    _compare(where, case.num_steps - 1, engine.full_state_dict(), expected, split)
+        if step in (0, case.num_steps - 1):
+            _compare(f"{where}, after step {step}", engine.full_state_dict(), expected.weights[step], split)
     batch = case.data(case.num_steps)
     split = random_split(rng, num_samples(batch), world_size)
     loss = engine.evaluate([None if rows is None else rows_of(batch, rows) for rows in split[rank]])
     error = abs(loss - expected.evaluation) / abs(expected.evaluation)
     assert error < TOLERANCE, f"{where}: evaluation {loss}, one process {expected.evaluation}; split {split}"
-    engine.close()
 
 
-def _compare(where: str, step: int, got: dict[str, Tensor], expected: Trace, split: Any) -> None:
-    want = expected.weights[step]
+def _compare(where: str, got: dict[str, Tensor], want: dict[str, Tensor], split: Any) -> None:
     assert list(got) == list(want), f"{where}: names {list(got)}, one process {list(want)}"
     for name in want:
         error = distance(got[name], want[name])
-        assert error < TOLERANCE, f"{where}, after step {step}: {name} is off by {error:.1e}; split {split}"
+        assert error < TOLERANCE, f"{where}: {name} is off by {error:.1e}; split {split}"
 
 
 def shards_to_try(stage: int, world_size: int) -> tuple[Sequence[float] | None, ...]:

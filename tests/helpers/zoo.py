@@ -200,6 +200,18 @@ class FrozenStart(Plain):
         self.blocks[2].requires_grad_(False)
 
 
+class FrozenInterleaved(Plain):
+    """A frozen block and a trained one take turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(second(first(second(first(second(first(x)))))))
+
+
 class NoGradPass(Plain):
     """A block runs once without gradients and once with (a teacher of itself)."""
 

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,8 @@ def test_masters_are_stored_and_dtypes_follow_the_engine(tmp_path):
     same, wide = _engine(seed=2, precision="bf16"), _engine(seed=2)
     same.load(tmp_path / "c")
     wide.load(tmp_path / "c")
-    assert _same(_whole(wide), _whole(saved)) and same.step([X]) == saved.step([X])
+    assert _same(_whole(wide), _whole(saved)) and _same(_whole(same), _whole(saved))
+    assert same.step([X]) == saved.step([X]) and _same(_whole(same), _whole(saved))
     with pytest.warns(
         PoplarWarning, match="8 parameters were rounded to another dtype, first .* from float32 to bfloat16"
     ):
@@ -292,6 +294,33 @@ def test_names_are_those_without_wrappers(tmp_path):
     saved.save(tmp_path / "c")
     plain.load(tmp_path / "c")
     assert _same(_whole(plain), _whole(saved))
+
+
+class _Counting(Net):
+    """Has state that is neither parameter nor buffer."""
+
+    def __init__(self, total: float = 0.0):
+        super().__init__()
+        self.total = total
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"total": self.total, "peak": torch.tensor([2.0])}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.total = state["total"] + (state["peak"].item() - 2)
+
+
+def test_extra_state_of_modules_comes_back(tmp_path):
+    _engine(_Counting(0.1)).save(tmp_path / "c")
+    model = _Counting()
+    _engine(model).load(tmp_path / "c")
+    assert model.total == 0.1
+    with pytest.raises(
+        CheckpointError, match="1 extra states of the checkpoint are not in this model, first '_extra_state'"
+    ):
+        _engine().load(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"_extra_state\['total'\] is a object"):
+        _engine(_Counting(object())).save(tmp_path / "d")  # type: ignore[arg-type]
 
 
 def test_random_state_goes_on(tmp_path):
@@ -452,6 +481,17 @@ def test_a_checkpoint_is_replaced_only_by_a_complete_one(tmp_path, monkeypatch):
     engine.step([X])
     monkeypatch.setattr(checkpoint_files, "save_file", fails)
     with pytest.raises(CheckpointError, match="rank 0 could not save to .*No space left"):
+        engine.save(path, {"n": 2})
+    monkeypatch.undo()
+    rename = Path.rename
+
+    def fails_to_rename(self, target):
+        if self.name == ".c.partial":
+            raise OSError(30, "Read-only file system")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails_to_rename)
+    with pytest.raises(CheckpointError, match="could not save to .*Read-only"):
         engine.save(path, {"n": 2})
     monkeypatch.undo()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["c"]

@@ -1,0 +1,90 @@
+"""Model state between micro-steps is within ZeRO's formulas; peaks add whole units, not models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import poplar
+from poplar.memory_meter import MemoryMeter
+from tests.helpers.spawn import run_ranks
+
+WIDTH, NUM_BLOCKS = 96, 8
+
+
+class _Model(nn.Module):
+    """Equal blocks and a small root, so that a unit is an eighth of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x * self.scale
+
+
+def _state_bytes(stage: int, param_bytes: float, share: float) -> float:
+    """Adam in float32, P bytes of parameters: see DESIGN's table and ZeRO, arXiv:1910.02054, figure 1."""
+    return {
+        0: 4 * param_bytes,
+        1: 2 * param_bytes + 2 * param_bytes * share,
+        2: param_bytes + 3 * param_bytes * share,
+        3: 4 * param_bytes * share,
+    }[stage]
+
+
+def _measure(rank: int, world_size: int, ratios: list[float] | None) -> list[dict[str, float]]:
+    rows = []
+    for stage in range(4):
+        meter = MemoryMeter()
+        between: list[int] = []
+
+        def loss(model: nn.Module, batch: Tensor, meter: MemoryMeter = meter, between: list[int] = between) -> Tensor:
+            between.append(meter.live_bytes)
+            return F.mse_loss(model(batch), batch)
+
+        with meter:
+            torch.manual_seed(0)
+            model = _Model()
+            engine = poplar.initialize(
+                model, torch.optim.AdamW(model.parameters()), loss, zero_stage=stage, shard_ratios=ratios
+            )
+            own = [torch.ones(1, WIDTH)] * 3
+            for _ in range(2):
+                engine.step(own)
+            after_steps = meter.live_bytes
+            between.clear()
+            meter.reset_peak()
+            engine.step(own)
+            # The last of three micro-steps: gradients of the first two are held, no activation is.
+            rows.append({"between": between[2], "after": after_steps, "peak": meter.peak_bytes})
+        unit_bytes = max(sum(b.padded_numel * 4 for b in unit.buffers) for unit in engine.units)
+        rows[-1] |= {"unit": unit_bytes, "params": sum(b.padded_numel * 4 for u in engine.units for b in u.buffers)}
+        engine.close()
+        del engine, model
+    return rows
+
+
+@pytest.mark.parametrize(("world_size", "ratios"), [(2, None), (3, None), (2, [3.0, 1.0])])
+def test_bytes_of_model_state_are_those_of_zero(world_size: int, ratios: list[float] | None) -> None:
+    by_rank = run_ranks(_measure, world_size, ratios, timeout_s=60)
+    for rank, rows in enumerate(by_rank):
+        share = (ratios[rank] / sum(ratios)) if ratios else 1 / world_size
+        for stage, row in enumerate(rows):
+            where = f"z{stage}, rank {rank} of {world_size}, shards {ratios or 'equal'}: {row}"
+            formula = _state_bytes(stage, row["params"], share)
+            slack = 8 * WIDTH * 4 + 2048  # batches, votes, losses, step counters
+            whole_root_bytes = WIDTH * 4
+            assert row["between"] <= formula + slack + whole_root_bytes, f"{where}, formula {formula}"
+            # The meter sees the state at all: weights and moments are always there.
+            assert row["between"] >= formula - row["params"] - slack, f"{where}, formula {formula}"
+            temporary = 3 * row["unit"]  # AdamW's own, for the largest tensor
+            if stage == 2:
+                assert row["peak"] <= formula + 2 * row["unit"] + temporary + slack, f"{where}, formula {formula}"
+            if stage == 3:
+                assert row["peak"] <= formula + 4 * row["unit"] + slack, f"{where}, formula {formula}"

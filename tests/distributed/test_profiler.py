@@ -1,0 +1,151 @@
+"""Measuring on several ranks at once: what happens to one rank neither hangs nor colours the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import poplar
+from poplar.errors import InfeasiblePlanError, ProfileError
+from poplar.plan import ClusterProfile
+from poplar.profiler_probe import ProbeBatches
+from poplar.zero.comm import ProcessGroupComm
+from tests.helpers.profiling import STATE_PARAMETERS, FakeDevice, build_model, make_recipe, out_of_memory_from
+from tests.helpers.spawn import run_ranks
+
+_P = 4 * STATE_PARAMETERS
+_SETTINGS: dict[str, Any] = {"point_budget_s": 0.0, "max_micro_batch_size": 16}
+
+
+def _by_rank(callbacks: dict[int, Any], rank: int, **more: Any) -> Any:
+    return make_recipe(before_loss=callbacks.get(rank), **more)
+
+
+def _profile_with_trouble_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
+    comm, results = ProcessGroupComm(), {}
+
+    # P09, P10: out of memory on rank 1 alone from size 4 on, at every stage, in forward and in backward.
+    fails = out_of_memory_from(4)
+    for where in ("before_loss", "in_backward"):
+        recipe = make_recipe(**{where: fails}) if rank == 1 else make_recipe()
+        results[where] = poplar.profile(recipe, comm=comm, device=FakeDevice(), **_SETTINGS)
+
+    # P13: rank 1 takes 20 ms for a sample that takes the others well under a millisecond.
+    slow = _by_rank({1: lambda size: time.sleep(0.02 * size)}, rank)
+    results["slow"] = poplar.profile(slow, zero_stage=3, comm=comm, device=FakeDevice(), **_SETTINGS)
+
+    # H09, H10: a share of the memory on rank 0, a ballast on rank 1.
+    memory_bytes = 6 * _P
+    device = FakeDevice(memory_bytes, memory_fraction=0.95 if rank == 0 else None)
+    ballast = torch.empty(int(0.05 * memory_bytes) // 4)
+    if rank == 1:
+        device.track(ballast)
+    results["memory"] = poplar.profile(
+        make_recipe(), zero_stage=0, comm=comm, device=device, **_SETTINGS | {"max_micro_batch_size": 400}
+    )
+    return results
+
+
+def test_trouble_on_one_rank_stays_there() -> None:
+    """P09, P10, P13, H09, H10."""
+    by_rank = run_ranks(_profile_with_trouble_on_one_rank, 3, timeout_s=120)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    results = by_rank[0]
+    for where in ("before_loss", "in_backward"):
+        assert [profile.zero_stage for profile in results[where]] == [0, 1, 2, 3]
+        for profile in results[where]:
+            assert [rank.max_micro_batch_size for rank in profile.ranks] == [16, 3, 16]
+    quick, slow, other = (dict(rank.points) for rank in results["slow"].ranks)
+    assert all(0.02 * size < seconds < 0.02 * size + 0.5 for size, seconds in slow.items())
+    assert quick[16] < 0.1 > other[16] and quick[1] < 0.02 > other[1]
+    limited, pressed, free = (rank.max_micro_batch_size for rank in results["memory"].ranks)
+    assert 0 < limited < free and 0 < pressed < free
+    assert abs(limited - pressed) <= 2
+
+
+def _fail_on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:
+    def fail(size: int) -> None:
+        if size >= 2:
+            raise ValueError("a bug of the recipe")
+
+    began_s = time.monotonic()
+    try:
+        poplar.profile(_by_rank({1: fail}, rank), comm=ProcessGroupComm(), device=FakeDevice(), **_SETTINGS)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began_s
+    return "", "", 0.0
+
+
+def test_a_bug_on_one_rank_ends_all_and_is_named() -> None:
+    """P05, P09: the rank itself raises its own error."""
+    other, own, third = run_ranks(_fail_on_one_rank, 3)
+    assert own[:2] == ("ValueError", "a bug of the recipe")
+    expected = "rank 1 failed while being profiled at stage 0: ValueError: a bug of the recipe"
+    assert other[:2] == third[:2] == (ProfileError.__name__, expected)
+    assert max(other[2], own[2], third[2]) < 30
+
+
+def _plan_and_train(rank: int, world_size: int) -> tuple[list[str], list[bool], str, list[ClusterProfile]]:
+    device = FakeDevice(memory_fraction=1.0 if rank else 0.5, name=f"fake{rank}-1g")
+    slow = _by_rank({1: lambda size: time.sleep(0.004 * size)}, rank)
+    recipe = replace(slow, scheduler=None)
+    plans, skipped = [], []
+    for zero_stage in ("auto", 2):
+        # Joins the launcher's group, which is here already.
+        plan = poplar.make_plan(recipe, 24, zero_stage, device=device, **_SETTINGS)
+        plans.append(plan.to_json())
+        model = build_model()
+        engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plan, device=device)
+        batches = ProbeBatches(recipe, device)
+        row = [batches.make(size) if size else None for size in plan.ranks[rank].micro_batch_sizes]
+        skipped += [engine.step(row).skipped for _ in range(5)]
+        engine.close()
+    infeasible = ""
+    try:
+        tight = FakeDevice(3 * _P if rank else None or 1 << 30, name="small")
+        poplar.make_plan(recipe, 24, 0, device=tight, **_SETTINGS)
+    except InfeasiblePlanError as error:
+        infeasible = str(error)
+    profiles = poplar.profile(recipe, zero_stage=(1, 3), shard_ratios=(0.75, 0.25), device=device, **_SETTINGS)
+    return plans, skipped, infeasible, list(profiles)
+
+
+def test_make_plan_is_the_same_everywhere_and_trains() -> None:
+    first, second = run_ranks(_plan_and_train, 2, timeout_s=90)
+    assert first == second
+    plans, skipped, infeasible, profiles = first
+    auto, fixed = (poplar.Plan.from_json(text) for text in plans)
+    assert skipped == [False] * 10
+    assert fixed.zero_stage == 2 and auto.global_batch_size == 24
+    assert [rank.device_id for rank in auto.ranks] == ["fake0-1g:0", "fake1-1g:0"]
+    assert auto.ranks[0].num_samples > auto.ranks[1].num_samples
+    assert fixed.predicted is not None and fixed.predicted.collective_s > 0
+    assert f"{_P} bytes are missing on rank 1 (small)" in infeasible
+    for profile, whole in zip(profiles, (2 * _P, 0), strict=True):
+        states = [rank.state_bytes - whole for rank in profile.ranks if rank.state_bytes is not None]
+        assert states[0] == pytest.approx(3 * states[1], rel=0.01)
+        assert profile.shard_ratios == (0.75, 0.25)
+
+
+def _outgrow_among_others(rank: int, world_size: int) -> ClusterProfile:
+    """Rank 1 runs out of memory above 5 samples, but only once it does not run alone."""
+    device = FakeDevice()
+
+    def fail(size: int) -> None:
+        if rank == 1 and not device.alone and size > 5:
+            raise torch.OutOfMemoryError("buffers of the collectives")
+
+    recipe = make_recipe(before_loss=fail)
+    return poplar.profile(recipe, zero_stage=2, comm=ProcessGroupComm(), device=device, **_SETTINGS)
+
+
+def test_a_batch_that_fits_alone_but_not_among_others_is_taken_back() -> None:
+    first, second = run_ranks(_outgrow_among_others, 2)
+    assert first == second
+    assert first.ranks[0].max_micro_batch_size == 16 and 1 <= first.ranks[1].max_micro_batch_size <= 5
+    assert first.ranks[1].points[-1][0] <= 5 and first.step_collective_s >= 0
+    assert "rank 1 (fake-1g), stage 2: a micro-batch of" in " ".join(first.notes)
