@@ -45,6 +45,7 @@ def run_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     workers, pipes = [], []
+    patience_s = 0.0  # of a rank whose fellow has failed
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
@@ -57,10 +58,12 @@ def run_ranks(
             if admit is not None:
                 assert worker.pid is not None
                 admit(rank, worker.pid)
-        return _collect(pipes, time.monotonic() + timeout_s)
+        results = _collect(pipes, time.monotonic() + timeout_s)
+        patience_s = 5.0
+        return results
     finally:
         for worker in workers:
-            worker.join(5)
+            worker.join(patience_s)
             if worker.is_alive():
                 worker.kill()
                 worker.join()

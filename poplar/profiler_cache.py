@@ -21,7 +21,7 @@ from poplar.profiler_state import RecipeFacts, digest
 from poplar.zero.comm import Communicator
 
 if TYPE_CHECKING:
-    from poplar.profiler import ProfileSettings
+    from poplar.profiler_session import ProfileSettings
 
 CACHE_VERSION = 1
 """Goes up when profiles are measured in another way."""

@@ -26,13 +26,13 @@ import numpy as np
 from poplar.curve import curve_of
 from poplar.device import Device, is_out_of_memory
 from poplar.engine import Engine
-from poplar.errors import StepError
+from poplar.errors import ProfileError, StepError
 from poplar.plan import RankProfile
-from poplar.profiler_probe import EngineSettings, ProbeBatches
+from poplar.profiler_parts import EngineSettings, ProbeBatches
 from poplar.zero.comm import Communicator
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 7
-ROUNDS_S = 1.5
+ROUNDS_S = 1.2
 """About how long the measured steps of a stage may take together."""
 LONG_MICRO_STEP_S = 2.0
 """A micro-step need not be longer to show what its collectives cost."""
@@ -77,7 +77,7 @@ def calibrate(
     """Take real steps with micro-batches of ``sizes`` by rank; see [Note: calibration].
 
     Raises:
-        StepError, or on the failing rank its own error: something else than running out of memory.
+        ProfileError: another rank failed, not by running out of memory; the failing rank raises its own error.
     Collective.
     """
     compute_s = max(curve_of(rank).seconds(size) for rank, size in zip(ranks, sizes, strict=True))
@@ -95,7 +95,7 @@ def calibrate(
     kinds = [row[0] for row in comm.gather_floats([_kind(failure)])]
     if any(kind == _BUG for kind in kinds):
         assert failure is not None
-        raise failure
+        raise ProfileError(str(failure)) if isinstance(failure, StepError) else failure
     if any(kinds):
         return Calibration(failed_ranks=tuple(rank for rank, kind in enumerate(kinds) if kind == _OUT_OF_MEMORY))
     # Every rank leaves a barrier at the same time, so that they measured the same; the mean evens out the rest.
@@ -133,11 +133,11 @@ def _time_steps(
     try:
         batch = batches.make(size) if size else None
         seconds: list[list[float]] = [[] for _ in counts]
-        for _ in range(1 + num_rounds):
+        engine.step([batch])  # makes connections, and the order of the collectives
+        for _ in range(num_rounds):
             for place, count in enumerate(counts):
                 seconds[place].append(_time_step(engine, [batch] * count, comm, device))
-        # The first round is the warm-up: connections are made, the order of collectives is agreed on.
-        return [median(column[1:]) for column in seconds]
+        return [median(column) for column in seconds]
     finally:
         engine.close()
 

@@ -7,7 +7,9 @@ Nothing here waits for another rank.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poplar.plan import RankProfile
@@ -15,6 +17,9 @@ from poplar.profiler_probe import RankProbe
 from poplar.profiler_search import LargestSearch
 from poplar.profiler_timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summarize
 
+BURST_S = 0.2
+"""A run on a plain CPU rank lasts about so long."""
+_MICRO_STEPS_OF_TRIAL = 3
 _SHORT_TRIAL_S = 0.2
 """Of a size whose trial is shorter, a few more micro-steps cost nothing."""
 _MIB = 2**20
@@ -75,7 +80,7 @@ class _Measurement:
             self._began_s = time.monotonic()
             while True:
                 self._grow()
-                unsteady = self._time_sizes()
+                unsteady = next((n for n in sizes_to_time(self.search.largest) if not self._time_size(n)), None)
                 if unsteady is None:
                     break
                 self.search.record(unsteady, None)
@@ -96,29 +101,44 @@ class _Measurement:
             began_s = time.monotonic()
             self.search.record(size, self.probe.trial(size))
             self._sample_s = (time.monotonic() - began_s) / size
+            if size == 1 == self.search.largest and not self._time_size(1):
+                self.search.record(1, None)
 
     def _affordable_size(self) -> int:
         # A trial, and about as much again for the times of the sizes up to it.
         left_s = self.effort.stage_budget_s - (time.monotonic() - self._began_s)
         return int(left_s / 2 / self._sample_s)
 
-    def _time_sizes(self) -> int | None:
-        """Repeat every size until its times agree; return the size that ran out of memory this time, or None."""
-        for size in sizes_to_time(self.search.largest):
-            began_s = time.monotonic()
-            while not self._has_enough(size, time.monotonic() - began_s):
-                is_short = self._sample_s * size < _SHORT_TRIAL_S
-                if not self.probe.repeat(size, num_micro_steps=4 if is_short else 2):
-                    return size
-        return None
+    def _time_size(self, size: int) -> bool:
+        """Repeat a size until its times agree; return False if memory ran out, though the trial had fitted."""
+        number = self._num_micro_steps(size)
+        began_s = time.monotonic()
+        while not self._has_enough(self.probe.runs_s.get(size, ()), time.monotonic() - began_s):
+            if not self.probe.time_micro_steps(size, number):
+                return False
+        return size > 1 or self.probe.num_timings >= MIN_REPEATS or self._time_steps(number)
 
-    def _has_enough(self, size: int, spent_s: float) -> bool:
-        runs_s = self.probe.runs_s.get(size, ())
-        if len(runs_s) < 2 or self.probe.num_steps_timed == 0:
+    def _time_steps(self, number: int) -> bool:
+        """Time what a step takes beyond its micro-steps; return False if memory ran out."""
+        began_s = time.monotonic()
+        while self.probe.num_timings < MIN_REPEATS:
+            if not self.probe.time_steps(number if self.probe.is_plain_cpu else 1):
+                return False
+            if time.monotonic() - began_s > self.effort.point_budget_s:
+                break
+        return True
+
+    def _num_micro_steps(self, size: int) -> int:
+        """Return how many micro-steps to take in a step: see [Note: a processor that comes and goes]."""
+        trial_s = self._sample_s * size
+        if self.probe.is_plain_cpu:
+            return max(2, math.ceil(BURST_S / (trial_s / _MICRO_STEPS_OF_TRIAL)))
+        return 4 if trial_s < _SHORT_TRIAL_S else 2
+
+    def _has_enough(self, runs_s: Sequence[float], spent_s: float) -> bool:
+        if len(runs_s) < 2:
             return False
-        if spent_s > self.effort.point_budget_s:
-            return True
-        return summarize(runs_s).is_settled and self.probe.num_steps_timed >= MIN_REPEATS
+        return spent_s > self.effort.point_budget_s or summarize(runs_s).is_settled
 
     def _result(self, least_state_bytes: int) -> Measured:
         probe, largest = self.probe, self.search.largest

@@ -132,8 +132,7 @@ def join(config: FitConfig) -> tuple[Communicator, Device]:
 def leave(comm: Communicator) -> None:
     """End the process group, once every rank is here: rank 0 hosts the store that the others need to the end."""
     comm.barrier()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_process_group()
 
 
 def choose_plan(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
@@ -56,6 +57,9 @@ class Communicator(Protocol):
     def barrier(self) -> None: ...
 
 
+_communicators: weakref.WeakSet[ProcessGroupComm] = weakref.WeakSet()
+
+
 class ProcessGroupComm:
     """Collectives over a torch.distributed group, and votes over a gloo group of the same ranks.
 
@@ -78,6 +82,14 @@ class ProcessGroupComm:
         self._transport = choose_transport(self.group, torch.device(device))
         ranks = dist.get_process_group_ranks(self.group)
         self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _communicators.add(self)
+
+    def release(self) -> None:
+        """Let go of the groups. The communicator is of no use afterwards."""
+        if dist.is_initialized() and "_control" in vars(self):
+            dist.destroy_process_group(self._control)
+        for name in ("group", "_control", "_transport", "_row", "_column"):
+            vars(self).pop(name, None)
 
     def all_gather(self, full: Tensor, offsets: Sequence[int], name: str = "") -> Work:
         """Fill the other ranks' slices of ``full`` (1D, (offsets[-1],)); the own slice is already in place.
@@ -205,16 +217,26 @@ def join_process_group(
     if backend is None:
         backend = "nccl" if torch.device(device).type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    if backend == "gloo":
-        # The threads of gloo must end before the interpreter does, or the process may abort at its end. Those of NCCL
-        # need not, and could wait there for a rank that has failed.
-        atexit.register(_end_process_group)
+    # See [Note: the end of gloo's threads]. NCCL could wait in its end for a rank that has failed, so it is left out.
+    atexit.register(end_process_group if backend == "gloo" else _release_communicators)
     return dist.group.WORLD
 
 
-def _end_process_group() -> None:
+def end_process_group() -> None:
+    """End the process group, and let go of every communicator over it; they are of no use afterwards.
+
+    [Note: the end of gloo's threads] A thread of gloo may still hold a tensor when the result has been handed out. If
+    the interpreter ends meanwhile, the thread cannot take its lock any more, and the process aborts. So the threads are
+    joined before, which takes that nobody holds the group.
+    """
+    _release_communicators()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _release_communicators() -> None:
+    for comm in list(_communicators):
+        comm.release()
 
 
 def launcher_environment() -> dict[str, str] | None:

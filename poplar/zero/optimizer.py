@@ -178,16 +178,17 @@ def _trial_step(optimizer: Optimizer, settings: dict[str, Any], pieces: bool) ->
     generator = torch.Generator().manual_seed(0)
     start = torch.randn((6, 4), generator=generator, dtype=torch.float64) * torch.tensor([0.1, 1.0, 3.0, 10.0])
     gradients = [torch.randn((6, 4), generator=generator, dtype=torch.float64) * scale for scale in (3.0, 0.2, 1.0)]
-    if pieces:
-        params = [nn.Parameter(part.clone()) for part in start.flatten().split([5, 12, 7])]
-    else:
-        params = [nn.Parameter(start.clone())]
-    trial = _like(optimizer, params, {**settings, "lr": 0.01})
+    parts = start.flatten().split([5, 12, 7]) if pieces else [start]
+    params = [nn.Parameter(part.clone()) for part in parts]
+    # Two optimizers, as on two ranks: one that looks at all of its parameters together (a norm, a learned step size)
+    # would see some of them only.
+    owners = [params[:2], params[2:]] if pieces else [params]
+    trials = [_like(optimizer, owned, {**settings, "lr": 0.01}) for owned in owners]
     for gradient in gradients:
-        parts = gradient.flatten().split([5, 12, 7]) if pieces else [gradient]
-        for param, part in zip(params, parts, strict=True):
+        for param, part in zip(params, gradient.flatten().split([5, 12, 7]) if pieces else [gradient], strict=True):
             param.grad = part.clone()
-        trial.step()
+        for trial in trials:
+            trial.step()
     return torch.cat([param.detach().flatten() for param in params])
 
 

@@ -241,7 +241,7 @@ def _schedulers(rank: int, world_size: int) -> None:
             pairs[1][0].zero_grad()
             cross_entropy(whole, batch).backward()
             pairs[1][0].step()
-            for optimizer, cycle in pairs:
+            for _, cycle in pairs:
                 cycle.step()
             rates = [[(g["lr"], g["betas"]) for g in optimizer.param_groups] for optimizer, _ in pairs]
             assert rates[0] == rates[1], f"z{stage}, step {step}: {rates}"

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import poplar
+from poplar import profiler_collectives
 from poplar.errors import InfeasiblePlanError, ProfileError
 from poplar.plan import ClusterProfile
-from poplar.profiler_probe import ProbeBatches
+from poplar.profiler_parts import ProbeBatches
 from poplar.zero.comm import ProcessGroupComm
 from tests.helpers.profiling import STATE_PARAMETERS, FakeDevice, build_model, make_recipe, out_of_memory_from
 from tests.helpers.spawn import run_ranks
@@ -21,25 +22,31 @@ _P = 4 * STATE_PARAMETERS
 _SETTINGS: dict[str, Any] = {"point_budget_s": 0.0, "max_micro_batch_size": 16}
 
 
+def _communicator() -> ProcessGroupComm:
+    """Return the ranks' communicator; their steps together are few here, since nobody reads how long they take."""
+    profiler_collectives.MAX_ROUNDS = 2
+    return ProcessGroupComm()
+
+
 def _by_rank(callbacks: dict[int, Any], rank: int, **more: Any) -> Any:
     return make_recipe(before_loss=callbacks.get(rank), **more)
 
 
 def _profile_with_trouble_on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
-    comm, results = ProcessGroupComm(), {}
+    comm, results = _communicator(), {}
 
     # P09, P10: out of memory on rank 1 alone from size 4 on, at every stage, in forward and in backward.
     fails = out_of_memory_from(4)
-    for where in ("before_loss", "in_backward"):
+    for where, stages in (("before_loss", (0, 2)), ("in_backward", (1, 3))):
         recipe = make_recipe(**{where: fails}) if rank == 1 else make_recipe()
-        results[where] = poplar.profile(recipe, comm=comm, device=FakeDevice(), **_SETTINGS)
+        results[where] = poplar.profile(recipe, zero_stage=stages, comm=comm, device=FakeDevice(), **_SETTINGS)
 
-    # P13: rank 1 takes 20 ms for a sample that takes the others well under a millisecond.
-    slow = _by_rank({1: lambda size: time.sleep(0.02 * size)}, rank)
+    # P13: rank 1 takes 30 ms for a sample that takes the others well under a millisecond.
+    slow = _by_rank({1: lambda size: time.sleep(0.03 * size)}, rank)
     results["slow"] = poplar.profile(slow, zero_stage=3, comm=comm, device=FakeDevice(), **_SETTINGS)
 
     # H09, H10: a share of the memory on rank 0, a ballast on rank 1.
-    memory_bytes = 6 * _P
+    memory_bytes = 8 * _P
     device = FakeDevice(memory_bytes, memory_fraction=0.95 if rank == 0 else None)
     ballast = torch.empty(int(0.05 * memory_bytes) // 4)
     if rank == 1:
@@ -55,13 +62,12 @@ def test_trouble_on_one_rank_stays_there() -> None:
     by_rank = run_ranks(_profile_with_trouble_on_one_rank, 3, timeout_s=120)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     results = by_rank[0]
-    for where in ("before_loss", "in_backward"):
-        assert [profile.zero_stage for profile in results[where]] == [0, 1, 2, 3]
+    for where, stages in (("before_loss", [0, 2]), ("in_backward", [1, 3])):
+        assert [profile.zero_stage for profile in results[where]] == stages
         for profile in results[where]:
             assert [rank.max_micro_batch_size for rank in profile.ranks] == [16, 3, 16]
     quick, slow, other = (dict(rank.points) for rank in results["slow"].ranks)
-    assert all(0.02 * size < seconds < 0.02 * size + 0.5 for size, seconds in slow.items())
-    assert quick[16] < 0.1 > other[16] and quick[1] < 0.02 > other[1]
+    assert quick[16] < 0.2 > other[16] and slow[16] > 0.4
     limited, pressed, free = (rank.max_micro_batch_size for rank in results["memory"].ranks)
     assert 0 < limited < free and 0 < pressed < free
     assert abs(limited - pressed) <= 2
@@ -74,7 +80,7 @@ def _fail_on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:
 
     began_s = time.monotonic()
     try:
-        poplar.profile(_by_rank({1: fail}, rank), comm=ProcessGroupComm(), device=FakeDevice(), **_SETTINGS)
+        poplar.profile(_by_rank({1: fail}, rank), comm=_communicator(), device=FakeDevice(), **_SETTINGS)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - began_s
     return "", "", 0.0
@@ -90,10 +96,11 @@ def test_a_bug_on_one_rank_ends_all_and_is_named() -> None:
 
 
 def _plan_and_train(rank: int, world_size: int) -> tuple[list[str], list[bool], str, list[ClusterProfile]]:
-    device = FakeDevice(memory_fraction=1.0 if rank else 0.5, name=f"fake{rank}-1g")
-    slow = _by_rank({1: lambda size: time.sleep(0.004 * size)}, rank)
+    device = FakeDevice(name=f"fake{rank}-1g")
+    slow = _by_rank({1: lambda size: time.sleep(0.03 * size)}, rank)
     recipe = replace(slow, scheduler=None)
     plans, skipped = [], []
+    profiler_collectives.MAX_ROUNDS = 2
     for zero_stage in ("auto", 2):
         # Joins the launcher's group, which is here already.
         plan = poplar.make_plan(recipe, 24, zero_stage, device=device, **_SETTINGS)
@@ -106,7 +113,7 @@ def _plan_and_train(rank: int, world_size: int) -> tuple[list[str], list[bool], 
         engine.close()
     infeasible = ""
     try:
-        tight = FakeDevice(3 * _P if rank else None or 1 << 30, name="small")
+        tight = FakeDevice(3 * _P if rank == 1 else 1 << 30, name="small")
         poplar.make_plan(recipe, 24, 0, device=tight, **_SETTINGS)
     except InfeasiblePlanError as error:
         infeasible = str(error)
@@ -140,7 +147,7 @@ def _outgrow_among_others(rank: int, world_size: int) -> ClusterProfile:
             raise torch.OutOfMemoryError("buffers of the collectives")
 
     recipe = make_recipe(before_loss=fail)
-    return poplar.profile(recipe, zero_stage=2, comm=ProcessGroupComm(), device=device, **_SETTINGS)
+    return poplar.profile(recipe, zero_stage=2, comm=_communicator(), device=device, **_SETTINGS)
 
 
 def test_a_batch_that_fits_alone_but_not_among_others_is_taken_back() -> None:
@@ -148,4 +155,4 @@ def test_a_batch_that_fits_alone_but_not_among_others_is_taken_back() -> None:
     assert first == second
     assert first.ranks[0].max_micro_batch_size == 16 and 1 <= first.ranks[1].max_micro_batch_size <= 5
     assert first.ranks[1].points[-1][0] <= 5 and first.step_collective_s >= 0
-    assert "rank 1 (fake-1g), stage 2: a micro-batch of" in " ".join(first.notes)
+    assert "rank 1 (fake-1g), stage 2: up to" in " ".join(first.notes)

@@ -1,6 +1,7 @@
 """Real models of the ``transformers`` library, tiny and with random weights, equal one process at all stages.
 
-Float64, two ranks that get different numbers of samples; with and without gradient checkpointing; LoRA by ``peft`` on one.
+Float64, two ranks that get different numbers of samples; with and without gradient checkpointing; LoRA by ``peft`` on
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The table of awkward models: one line each. ``tests/distributed/test_awkward_models.py`` runs every line.
 
-To add a model: write it in ``zoo.py`` (or here, in a lambda) and add a line to ``CASES``. What a line leaves out is the default of
-``Case``: vectors, cross entropy, SGD with momentum.
+To add a model: write it in ``zoo.py`` (or here, in a lambda) and add a line to ``CASES``. What a line leaves out is the
+default of ``Case``: vectors, cross entropy, SGD with momentum.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Case:
     num_steps: int = 3
     max_grad_norm: float | None = None
     units: Any = None
+    is_slow: bool = False
+    """Run on two ranks at stages 0 and 3 alone."""
     may_be_refused: bool = False
     """Control flow by sample: stage 3 may end in a ScheduleError on every rank instead."""
 
@@ -183,8 +185,8 @@ CASES = (
     _case("frozen_statistics", zoo.FrozenStatistics),
     _case("delegating_wrapper", zoo.Delegating),  # Z13
     _case("delegating_blocks", zoo.DelegatingBlocks),  # Z13
-    _case("compiled", zoo.Compiled),
-    _case("compiled_aot", partial(zoo.Compiled, "aot_eager")),
+    _case("compiled", zoo.Compiled, is_slow=True),
+    _case("compiled_aot", partial(zoo.Compiled, "aot_eager"), is_slow=True),
     _case("own_function", zoo.OwnFunction),
     _case("weight_norm", zoo.WeightNorm),
     _case("encoder", zoo.Encoder, data=tokens),

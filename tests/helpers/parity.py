@@ -1,7 +1,7 @@
 """The one body for all stages: any split over ranks and micro-steps equals one process on the whole batch.
 
-``check`` trains a ``Case`` in float64 on the ranks of the default group and compares, step by step, the loss and the gradient
-norm, then the evaluation loss and the weights, with ``reference``, which is plain PyTorch on the whole batch.
+``check`` trains a ``Case`` in float64 on the ranks of the default group and compares, step by step, the loss and the
+gradient norm, then the evaluation loss and the weights, with ``reference``: plain PyTorch on the whole batch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.plan import ClusterProfile, Plan, RankProfile
 from poplar.profiler_collectives import balanced_sizes
-from poplar.profiler_probe import EngineSettings, ProbeBatches, RankProbe
+from poplar.profiler_parts import EngineSettings, ProbeBatches
+from poplar.profiler_probe import RankProbe
 from poplar.profiler_search import LargestSearch
 from poplar.profiler_state import learn_facts
 from poplar.profiler_timing import MAX_REPEATS, sizes_to_time, summarize
@@ -46,12 +47,14 @@ _QUICK: dict[str, Any] = {"point_budget_s": 0.0, "memory_margin": 0.0, "max_micr
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_collection() -> Iterator[None]:
-    """The profiler collects garbage; what was there before need not be looked through every time."""
+def _quickly() -> Iterator[None]:
     torch.set_num_threads(1)
+    poplar.profile(make_recipe(), zero_stage=3, device=FakeDevice(), comm=EchoComm(0, 2), **_QUICK)
     gc.collect()
-    gc.freeze()
-    yield
+    gc.freeze()  # so that collecting garbage, which the profiler does often, need not look through all of torch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("poplar.profiler_collectives.MAX_ROUNDS", 2)
+        yield
     gc.unfreeze()
 
 
@@ -427,6 +430,7 @@ def test_profiling_leaves_no_trace(zero_stage: int) -> None:
     model = recipe.model()
     optimizer = recipe.optimizer(model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
+    frozen = gc.get_freeze_count()
     before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())
     device = FakeDevice()
     poplar.profile(recipe, zero_stage=zero_stage, device=device, comm=EchoComm(0, 2), **_QUICK)
@@ -435,6 +439,7 @@ def test_profiling_leaves_no_trace(zero_stage: int) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.01
     assert device.allocated_bytes() == 0 and torch.is_grad_enabled() and not device.alone
+    assert gc.get_freeze_count() == frozen
 
 
 def test_repeated_calls_start_afresh() -> None:
@@ -552,7 +557,7 @@ def test_make_plan_takes_a_stage_that_fits_and_says_how_the_others_fared() -> No
 
 def test_make_plan_works_alone_on_a_plain_cpu_rank() -> None:
     recipe = make_recipe()
-    plan = poplar.make_plan(recipe, 12, "auto", "equal", comm=LoopbackComm(), point_budget_s=0.0)
+    plan = poplar.make_plan(recipe, 12, 1, "equal", comm=LoopbackComm(), point_budget_s=0.0)
     assert plan.strategy == "equal" and sum(plan.ranks[0].micro_batch_sizes) == 12
     model = recipe.model()
     engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plan, comm=LoopbackComm())

@@ -1,0 +1,202 @@
+"""Predicted step times against measured ones, and the plan against its neighbours, on ranks that are really unlike.
+
+    python -m benchmarks.prediction                                      # emulated clusters of 2 to 4 ranks
+    python -m benchmarks.prediction --cluster quota:1+0.3 --neighbours   # ranks under a CPU quota
+    python -m benchmarks.prediction --out benchmarks/results/prediction.json --write docs/profiling.md
+
+A cluster is a list of cards as ``--emulate`` takes it, or ``quota:`` and each rank's share of a core (see shares.py).
+For every stage, as often as ``--repeats`` says: profile the default recipe, plan, then take the plan's steps for real.
+A figure is the median ratio of predicted to measured step time with its interval over the repeats. With
+``--neighbours`` every plan that moves one sample from a rank to another is run too, in turns with the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.common import (
+    interleave,
+    interval_text,
+    machine,
+    markdown_table,
+    median_interval,
+    report,
+    result_options,
+)
+from benchmarks.ranks import run_ranks
+from benchmarks.shares import cpu_shares, fit_to_cores
+from poplar import Plan, PlannedLoader, allocate, initialize, profile
+from poplar.catalog import parse_cluster
+from poplar.device import Device
+from poplar.emulation import start_device
+from poplar.engine import Engine
+from poplar.plan import ClusterProfile
+from poplar.recipes.bytes_gpt import recipe
+from poplar.zero.comm import ProcessGroupComm
+
+DEFAULT_CLUSTERS = ("v100-16g:1,t4-16g:1", "v100-16g:1,rtx3090-24g:1,t4-16g:1", "v100-16g:2,t4-16g:2")
+QUOTA = "quota:"
+WARM_UP_STEPS = 2
+
+
+# On each rank.
+
+
+def measure(
+    rank: int, world_size: int, cluster: str, stages: Sequence[int], batch: int, steps: int, neighbours: bool
+) -> dict[int, dict[str, Any]]:
+    """Return, by stage, the predicted and the measured seconds of a step, and what was planned."""
+    torch.set_num_threads(1)
+    device = start_device(None if cluster.startswith(QUOTA) else cluster, rank)
+    comm = ProcessGroupComm()
+    results = {}
+    for stage in stages:
+        began_s = time.perf_counter()
+        measured = profile(recipe, zero_stage=stage, comm=comm, device=device, global_batch_size=batch)
+        profile_s = time.perf_counter() - began_s
+        plan = allocate(measured, batch)
+        assert plan.predicted is not None
+        plans = {"plan": plan} | (dict(neighbouring(plan, measured)) if neighbours else {})
+        with running(plan, comm, device) as engine:
+            tasks = {name: partial(step_s, engine, steps_of(other, rank), comm) for name, other in plans.items()}
+            times = interleave(tasks, WARM_UP_STEPS + steps)
+        medians = {name: statistics.median(values[WARM_UP_STEPS:]) for name, values in times.items()}
+        results[stage] = {
+            "predicted_s": plan.predicted.step_s,
+            "measured_s": medians.pop("plan"),
+            "neighbours_s": medians,
+            "profile_s": profile_s,
+            "rows": [row.micro_batch_sizes for row in plan.ranks],
+            "collectives_s": [measured.micro_step_collective_s, measured.step_collective_s],
+            "notes": measured.notes,
+        }
+    return results
+
+
+@contextlib.contextmanager
+def running(plan: Plan, comm: ProcessGroupComm, device: Device) -> Iterator[Engine]:
+    """Give the engine that trains the default recipe by ``plan``, under an emulated card's memory."""
+    model = recipe.model()
+    engine = initialize(model, recipe.optimizer(model), recipe.loss, plan=plan, comm=comm, device=device)
+    with device.metered(model, engine.optimizer) if device.is_emulated else contextlib.nullcontext():
+        yield engine
+    engine.close()
+    del model, engine
+    gc.collect()
+
+
+def steps_of(plan: Plan, rank: int) -> Iterator[Any]:
+    """Yield this rank's steps, epoch after epoch."""
+    while True:
+        yield from PlannedLoader(recipe.dataset(), plan, rank, recipe.collate)
+
+
+def step_s(engine: Engine, steps: Iterator[Any], comm: ProcessGroupComm) -> float:
+    micro_batches = next(steps)
+    comm.barrier()
+    began_s = time.perf_counter()
+    engine.step(micro_batches)
+    comm.barrier()
+    return time.perf_counter() - began_s
+
+
+def neighbouring(plan: Plan, measured: ClusterProfile) -> Iterator[tuple[str, Plan]]:
+    """Yield every plan that moves one sample between two ranks, out of and into the micro-steps that suit best."""
+    rows = [row.micro_batch_sizes for row in plan.ranks]
+    for giver, row in enumerate(rows):
+        for taker, other in enumerate(rows):
+            limit = measured.ranks[taker].max_micro_batch_size
+            if giver == taker or not any(row) or not any(size < limit for size in other):
+                continue
+            smaller, larger = list(row), list(other)
+            smaller[row.index(max(row))] -= 1
+            larger[other.index(min(other))] += 1
+            changed = [*rows]
+            changed[giver], changed[taker] = tuple(smaller), tuple(larger)
+            yield f"{giver}->{taker}", Plan.manual(changed, zero_stage=plan.zero_stage)
+
+
+# Here.
+
+
+def run_cluster(cluster: str, stages: Sequence[int], batch: int, steps: int, repeats: int, neighbours: bool) -> Any:
+    """Measure a cluster; return its record."""
+    about = machine()
+    runs = []
+    for _ in range(repeats):
+        arguments = (cluster, stages, batch, steps, neighbours)
+        if cluster.startswith(QUOTA):
+            shares = [float(share) for share in cluster.removeprefix(QUOTA).split("+")]
+            with cpu_shares(fit_to_cores(shares, about["cores"] * 0.97)) as limiter:
+                runs.append(run_ranks(measure, len(shares), *arguments, admit=limiter.admit)[0])
+        else:
+            runs.append(run_ranks(measure, len(parse_cluster(cluster)), *arguments)[0])
+    results = {}
+    for stage in stages:
+        found = [run[stage] for run in runs]
+        ratios = [one["predicted_s"] / one["measured_s"] for one in found]
+        losses = [one["measured_s"] / min([one["measured_s"], *one["neighbours_s"].values()]) for one in found]
+        results[str(stage)] = {
+            "ratio": asdict(median_interval(ratios)),
+            "over_best_neighbour": asdict(median_interval(losses)) if neighbours else None,
+            "runs": found,
+        }
+    configuration = {"cluster": cluster, "global_batch_size": batch}
+    return {"configuration": configuration, "machine": about, "stages": results}
+
+
+def table(record: dict[str, Any]) -> str:
+    rows = []
+    for stage, found in record["stages"].items():
+        last = found["runs"][-1]
+        rows.append(
+            (
+                stage,
+                f"{statistics.median(run['predicted_s'] for run in found['runs']):.3f} s",
+                f"{statistics.median(run['measured_s'] for run in found['runs']):.3f} s",
+                interval_text(found["ratio"]),
+                interval_text(found["over_best_neighbour"]) or "-",
+                f"{statistics.median(run['profile_s'] for run in found['runs']):.1f} s",
+                "; ".join("+".join(map(str, row)) for row in last["rows"]),
+            )
+        )
+    header = ("stage", "predicted", "measured", "ratio", "over best neighbour", "profiling", "micro-batches by rank")
+    configuration = record["configuration"]
+    title = f"`{configuration['cluster']}`, global batch {configuration['global_batch_size']}:"
+    return f"{title}\n\n{markdown_table(header, rows)}"
+
+
+@click.command()
+@click.option("--cluster", "clusters", multiple=True, default=DEFAULT_CLUSTERS, show_default=True)
+@click.option("--zero-stage", "stages", multiple=True, type=click.IntRange(0, 3), default=(0, 1, 2, 3))
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Timed steps of each plan.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--neighbours", is_flag=True, help="Run the neighbouring plans too.")
+@result_options
+def main(
+    clusters: Sequence[str],
+    stages: Sequence[int],
+    global_batch_size: int,
+    steps: int,
+    repeats: int,
+    neighbours: bool,
+    **options: Any,
+) -> None:
+    """Compare predicted with measured step times."""
+    runs = [partial(run_cluster, name, stages, global_batch_size, steps, repeats, neighbours) for name in clusters]
+    report("prediction", runs, table, options)
+
+
+if __name__ == "__main__":
+    main()
