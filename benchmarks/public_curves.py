@@ -20,9 +20,9 @@ import click
 import numpy as np
 
 from poplar.allocator import STRATEGIES, allocate
-from poplar.cost import predict
 from poplar.curve import fit_curve
 from poplar.plan import ClusterProfile, RankProfile
+from poplar.planning.cost import predict
 
 DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 KNOTS = (1, 2, 4, 8, 16)

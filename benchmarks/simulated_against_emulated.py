@@ -24,9 +24,9 @@ from poplar.allocator import allocate
 from poplar.catalog import find_card, parse_cluster
 from poplar.config import STRATEGIES
 from poplar.plan import ClusterProfile, Plan
+from poplar.simulation.transfer import transfer_profile
 from poplar.simulator import describe_cluster
 from poplar.tables import format_seconds, format_table
-from poplar.transfer import transfer_profile
 
 WARM_UP_STEPS = 4
 

@@ -24,8 +24,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from poplar.catalog import Card, KernelRates, find_card
-from poplar.model_spec import ModelSpec
-from poplar.step_model import compute_s
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.step_model import compute_s
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_DATA = ROOT.parent / "shared" / "data"

@@ -1,7 +1,7 @@
 """From profiles to a plan: choose each rank's micro-batches, and the ZeRO stage, for the least predicted step time.
 
     profiles -> kinds of ranks -> rows by a strategy (exact.py, strategies.py) -> prediction (cost.py)
-             -> outcome by stage -> the fastest that fits -> Plan, with notes on what it means (plan_notes.py)
+             -> outcome by stage -> the fastest that fits -> Plan, with notes on what it means (notes.py); all in planning/
 
 Pure: no torch, no clock, no randomness; the same profiles give the same plan.
 """
@@ -14,12 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from poplar.config import STRATEGIES, ZERO_STAGES
-from poplar.cost import Kind, Row, group_ranks, predict
 from poplar.errors import ConfigError, InfeasiblePlanError
-from poplar.exact import exact_rows
 from poplar.plan import ClusterProfile, Plan, RankPlan, RankProfile
-from poplar.plan_notes import bound_notes, curve_notes, group_alike, idle_notes, leaving_out_notes, listed, rank_names
-from poplar.strategies import equal_rows, flops_rows, poplar_rows
+from poplar.planning.cost import Kind, Row, group_ranks, predict
+from poplar.planning.exact import exact_rows
+from poplar.planning.notes import (
+    bound_notes,
+    curve_notes,
+    group_alike,
+    idle_notes,
+    leaving_out_notes,
+    listed,
+    rank_names,
+)
+from poplar.planning.strategies import equal_rows, flops_rows, poplar_rows
 
 MIN_SHARD_GAIN = 0.02
 """Uneven shards are taken only where they are predicted to save this share of a step."""

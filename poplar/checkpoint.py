@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import poplar
-from poplar.checkpoint_files import MAX_FILE_BYTES, RANDOM, TensorReader, read_manifest
-from poplar.checkpoint_match import (
+from poplar.checkpointing.files import MAX_FILE_BYTES, RANDOM, TensorReader, read_manifest
+from poplar.checkpointing.match import (
     check_optimizer,
     match_buffers,
     match_extra_states,
@@ -39,8 +39,8 @@ from poplar.checkpoint_match import (
     stored_states,
     what_is_lost,
 )
-from poplar.checkpoint_values import decode, encode
-from poplar.checkpoint_write import EXPORT_FILE_BYTES, CheckpointWriter, ExportWriter
+from poplar.checkpointing.values import decode, encode
+from poplar.checkpointing.write import EXPORT_FILE_BYTES, CheckpointWriter, ExportWriter
 from poplar.errors import CheckpointError, ConfigError, PoplarError
 from poplar.rng import random_state, restore_random_state
 from poplar.zero.comm import Communicator

@@ -1,7 +1,7 @@
 """Measure every card at every ZeRO stage, and plan with what was measured.
 
-    profile     for each stage: rule out by arithmetic -> each rank alone (profiler_rank.py) -> all agree
-                                -> real steps together (profiler_collectives.py) -> ClusterProfile
+    profile     for each stage: rule out by arithmetic -> each rank alone (profiling/rank.py) -> all agree
+                                -> real steps together (profiling/collectives.py) -> ClusterProfile
     make_plan   profile -> explain every stage -> the fastest that fits
 
 [Note: alone, then together]
@@ -27,7 +27,7 @@ from poplar.config import STRATEGIES, ZERO_STAGES, Recipe
 from poplar.device import Device, current_device
 from poplar.errors import ConfigError
 from poplar.plan import ClusterProfile, Plan
-from poplar.profiler_session import ProfileSession, ProfileSettings
+from poplar.profiling.session import ProfileSession, ProfileSettings
 from poplar.rng import preserved_random_state
 from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, check_same, join_process_group
 from poplar.zero.precision import PoplarWarning

@@ -16,9 +16,9 @@ from typing import Any
 from poplar.allocator import allocate
 from poplar.config import STRATEGIES, ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
-from poplar.model_spec import ModelSpec
 from poplar.plan import ClusterProfile, Plan, Prediction
-from poplar.step_model import Cluster, choose_precision, simulate_profile
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.step_model import Cluster, choose_precision, simulate_profile
 
 MAX_GLOBAL_BATCH_SIZE = 10**7
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

@@ -37,7 +37,14 @@ from poplar.progress import Progress, RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
 from poplar.tables import closing_table, describe_plan
-from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, join_process_group, launcher_environment
+from poplar.zero.comm import (
+    Communicator,
+    LoopbackComm,
+    ProcessGroupComm,
+    end_process_group,
+    join_process_group,
+    launcher_environment,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from poplar.errors import ConfigError
-from poplar.model_spec import ModelSpec
+from poplar.simulation.model_spec import ModelSpec
 
 _BATCH_SIZE = 2
 

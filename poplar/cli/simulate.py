@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 
-from poplar.advice import Advice
-from poplar.advice import advise as make_advice
 from poplar.catalog import CARDS_VARIABLE, load_user_cards, parse_cluster
 from poplar.config import STRATEGIES, ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
-from poplar.interconnect import Interconnect, parse_link
-from poplar.model_spec import ModelSpec, parse_model
+from poplar.simulation.advice import Advice
+from poplar.simulation.advice import advise as make_advice
+from poplar.simulation.interconnect import Interconnect, parse_link
+from poplar.simulation.model_spec import ModelSpec, parse_model
+from poplar.simulation.step_model import PRECISIONS, Cluster
 from poplar.simulator import (
     SimulatedRun,
     batch_of_tokens,
@@ -28,7 +29,6 @@ from poplar.simulator import (
 from poplar.simulator import (
     simulate as simulate_runs,
 )
-from poplar.step_model import PRECISIONS, Cluster
 from poplar.tables import format_seconds, format_share, format_sizes, format_table
 
 _Command = Callable[..., Any]
@@ -97,7 +97,7 @@ def simulate(
     if save_plan is not None and best.plan is not None:
         best.plan.save(save_plan)
     if picture is not None:
-        from poplar.simulation_pictures import draw_runs
+        from poplar.simulation.pictures import draw_runs
 
         draw_runs(runs, picture)
     click.echo(json.dumps([run.to_dict() for run in runs], indent=1) if as_json else _describe(runs, best))
@@ -244,8 +244,8 @@ def _simulate_paper(out: Path | None, as_json: bool, shared: dict[str, Any]) -> 
         raise click.UsageError(
             "--preset paper sets cluster, model and batch itself; give --link or --global-tokens at most"
         )
-    from poplar.reproduction import reproduce
-    from poplar.reproduction_page import write_page
+    from poplar.simulation.reproduction import reproduce
+    from poplar.simulation.reproduction_page import write_page
 
     link = parse_link(shared["link"]) if shared["link"] else Interconnect()
     paper = reproduce(link=link, global_tokens=parse_tokens(shared["global_tokens"] or "2M"))

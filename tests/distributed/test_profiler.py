@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import poplar
-from poplar import profiler_collectives
 from poplar.errors import InfeasiblePlanError, ProfileError
 from poplar.plan import ClusterProfile
-from poplar.profiler_parts import ProbeBatches
+from poplar.profiling import collectives as profiler_collectives
+from poplar.profiling.parts import ProbeBatches
 from poplar.zero.comm import ProcessGroupComm
 from tests.helpers.profiling import STATE_PARAMETERS, FakeDevice, build_model, make_recipe, out_of_memory_from
 from tests.helpers.spawn import run_ranks

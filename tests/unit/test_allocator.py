@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poplar.allocator import STRATEGIES, StageOutcome, allocate, choose_outcome, explain
-from poplar.cost import peak_memory_bytes, predict
 from poplar.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
 from poplar.plan import ClusterProfile, Plan, RankProfile
-from poplar.strategies import proportional, proportional_within
+from poplar.planning.cost import peak_memory_bytes, predict
+from poplar.planning.strategies import proportional, proportional_within
 
 CARDS = ("t4-16g", "v100-16g", "a100-40g")
 _STEP = st.sampled_from((0.0, 0.1, 0.25, 1.0)) | st.floats(0.0, 2.0)

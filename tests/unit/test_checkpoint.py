@@ -21,9 +21,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR, ReduceLROnPlateau
 
 import poplar
-from poplar import checkpoint_files
 from poplar.checkpoint import export_model, load_checkpoint, save_checkpoint
-from poplar.checkpoint_values import decode, encode
+from poplar.checkpointing import files as checkpoint_files
+from poplar.checkpointing.values import decode, encode
 from poplar.engine import Engine
 from poplar.errors import CheckpointError, ConfigError
 from poplar.zero.comm import LoopbackComm

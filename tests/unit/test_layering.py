@@ -15,10 +15,12 @@ _ROOT = Path(poplar.__file__).parent
 _CLI, _LAUNCH, _RUNNING, _STAGES, _DEVICE, _PURE = 5, 4, 3, 2, 1, 0
 _RUNNING_MODULES = {
     "poplar.checkpoint",
+    "poplar.checkpointing",
     "poplar.emulation",
     "poplar.engine",
     "poplar.loader",
     "poplar.profiler",
+    "poplar.profiling",
     "poplar.recipe_loading",
     "poplar.self_test",
     "poplar.startup",
@@ -60,7 +62,7 @@ def _layer(module: str) -> int:
         return _CLI
     if top == "poplar.launch":
         return _LAUNCH
-    if top in _RUNNING_MODULES or top.startswith(tuple(f"{name}_" for name in _RUNNING_MODULES)):
+    if top in _RUNNING_MODULES:
         return _RUNNING
     return {
         "poplar.zero": _STAGES,
@@ -72,7 +74,7 @@ def _layer(module: str) -> int:
 
 def _is_pure(module: str) -> bool:
     # Recipes hold models and module_costs runs one, so they need torch; pure modules import them in functions alone.
-    return _layer(module) == _PURE and not module.startswith(("poplar.recipes", "poplar.module_costs"))
+    return _layer(module) == _PURE and not module.startswith(("poplar.recipes", "poplar.simulation.module_costs"))
 
 
 def _modules() -> dict[str, ast.Module]:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from poplar.errors import ConfigError
-from poplar.model_spec import BLOCK_TRAFFIC_BYTES, PRESETS, ModelSpec, parse_model
-from poplar.module_costs import _TrafficMode
+from poplar.simulation.model_spec import BLOCK_TRAFFIC_BYTES, PRESETS, ModelSpec, parse_model
+from poplar.simulation.module_costs import _TrafficMode
 
 
 class _Norm(nn.Module):

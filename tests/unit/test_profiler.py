@@ -22,12 +22,12 @@ import poplar
 from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.plan import ClusterProfile, Plan, RankProfile
-from poplar.profiler_collectives import balanced_sizes
-from poplar.profiler_parts import EngineSettings, ProbeBatches
-from poplar.profiler_probe import RankProbe
-from poplar.profiler_search import LargestSearch
-from poplar.profiler_state import learn_facts
-from poplar.profiler_timing import MAX_REPEATS, sizes_to_time, summarize
+from poplar.profiling.collectives import balanced_sizes
+from poplar.profiling.parts import EngineSettings, ProbeBatches
+from poplar.profiling.probe import RankProbe
+from poplar.profiling.search import LargestSearch
+from poplar.profiling.state import learn_facts
+from poplar.profiling.timing import MAX_REPEATS, sizes_to_time, summarize
 from poplar.zero.comm import LoopbackComm
 from poplar.zero.precision import resolve_precision
 from tests.helpers.profiling import (
@@ -53,7 +53,7 @@ def _quickly() -> Iterator[None]:
     gc.collect()
     gc.freeze()  # so that collecting garbage, which the profiler does often, need not look through all of torch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("poplar.profiler_collectives.MAX_ROUNDS", 2)
+        patch.setattr("poplar.profiling.collectives.MAX_ROUNDS", 2)
         yield
     gc.unfreeze()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from poplar.allocator import MIN_SHARD_GAIN, allocate
 from poplar.plan import ClusterProfile, RankProfile
-from poplar.shards import level_out, suggest_shard_ratios
+from poplar.planning.shards import level_out, suggest_shard_ratios
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poplar.advice import advise
 from poplar.catalog import card_names, find_card, parse_cluster
-from poplar.cost import predict
 from poplar.errors import ConfigError, InfeasiblePlanError
-from poplar.interconnect import Interconnect, Ring, parse_link
-from poplar.model_spec import ModelSpec
 from poplar.plan import ClusterProfile, RankProfile
-from poplar.reproduction import CLUSTERS, MODELS, reproduce
-from poplar.reproduction_page import page
+from poplar.planning.cost import predict
+from poplar.simulation.advice import advise
+from poplar.simulation.interconnect import Interconnect, Ring, parse_link
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.reproduction import CLUSTERS, MODELS, reproduce
+from poplar.simulation.reproduction_page import page
+from poplar.simulation.step_model import Cluster, choose_precision, compute_s, simulate_profile, state_bytes
+from poplar.simulation.transfer import transfer_profile
 from poplar.simulator import best_run, describe_cluster, gain_parts, parse_tokens, simulate, split_by_speed
-from poplar.step_model import Cluster, choose_precision, compute_s, simulate_profile, state_bytes
-from poplar.transfer import transfer_profile
 
 _SMALL = ModelSpec.transformer(layers=8, width=512, heads=8, vocab=1000, seq_len=256, name="small")
 _BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "simulator_accuracy.py"
@@ -271,9 +271,9 @@ def test_512_cards_in_seconds_without_torch() -> None:
 import sys, time
 start = time.perf_counter()
 from poplar.catalog import parse_cluster
-from poplar.model_spec import ModelSpec
+from poplar.simulation.model_spec import ModelSpec
 from poplar.simulator import simulate
-from poplar.step_model import Cluster
+from poplar.simulation.step_model import Cluster
 names = parse_cluster("a100-80g:128,a100-40g:128,v100-32g:128,a6000:128")
 runs = simulate(Cluster(names=names), ModelSpec.preset("llama-7b"), 1024)
 assert {run.zero_stage for run in runs if run.plan} >= {3}, [run.problem for run in runs]

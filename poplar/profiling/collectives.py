@@ -28,7 +28,7 @@ from poplar.device import Device, is_out_of_memory
 from poplar.engine import Engine
 from poplar.errors import ProfileError, StepError
 from poplar.plan import RankProfile
-from poplar.profiler_parts import EngineSettings, ProbeBatches
+from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.zero.comm import Communicator
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 7

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from poplar.catalog import find_card
 from poplar.config import STRATEGIES
-from poplar.model_spec import ModelSpec
 from poplar.plan import write_text_atomically
-from poplar.reproduction import (
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.reproduction import (
     CARDS_OF_A_KIND,
     CLUSTERS,
     MODELS,
@@ -19,8 +19,8 @@ from poplar.reproduction import (
     Cell,
     Reproduction,
 )
+from poplar.simulation.step_model import compute_s
 from poplar.simulator import gain_parts
-from poplar.step_model import compute_s
 
 PAGE_NAME = "reproduction.md"
 
@@ -31,7 +31,7 @@ def write_page(paper: Reproduction, folder: Path) -> Path:
     Raises:
         ConfigError: matplotlib is missing (extra ``plot``).
     """
-    from poplar.simulation_pictures import draw_gains, draw_sweep
+    from poplar.simulation.pictures import draw_gains, draw_sweep
 
     draw_gains(paper, folder / "images" / "reproduction_gains.svg")
     draw_sweep(paper, folder / "images" / "reproduction_sweep.svg")

@@ -3,7 +3,7 @@
 The paper (arXiv:2408.12596) says in its abstract: three clusters of six kinds of GPU, 1.02 to 3.92 times the throughput
 of other systems for unlike cards. Which cards share a cluster is known from public summaries; how many there are, how
 they are wired and how long samples are is ASSUMED here, and the page says so. Its text is written by
-``reproduction_page.py``, its pictures are drawn by ``simulation_pictures.py``, both from the records below.
+``simulation/reproduction_page.py``, its pictures are drawn by ``simulation/pictures.py``, both from the records below.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from poplar.config import STRATEGIES, ZERO_STAGES
-from poplar.interconnect import Interconnect
-from poplar.model_spec import ModelSpec
+from poplar.simulation.interconnect import Interconnect
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.step_model import Cluster
 from poplar.simulator import SimulatedRun, batch_of_tokens, best_run, simulate, split_by_speed
-from poplar.step_model import Cluster
 
 PAPER_LOW, PAPER_HIGH = 1.02, 3.92
 """From the abstract of arXiv:2408.12596."""
@@ -83,7 +83,7 @@ class Reproduction:
 
     def to_text(self) -> str:
         """Return the page."""
-        from poplar.reproduction_page import page
+        from poplar.simulation.reproduction_page import page
 
         return page(self)
 

@@ -194,7 +194,7 @@ class ModelSpec:
         Raises:
             ConfigError: a parameter is not on meta, or the loss cannot run there.
         """
-        from poplar.module_costs import measure_module, parameters_by_unit
+        from poplar.simulation.module_costs import measure_module, parameters_by_unit
 
         costs = measure_module(module, loss, batch)
         return cls(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poplar.checkpoint_values import decode, dtype_name, dtype_of
+from poplar.checkpointing.values import decode, dtype_name, dtype_of
 from poplar.errors import CheckpointError
 from poplar.zero.flat import NO_GROUP, FlatBuffer, Piece
 from poplar.zero.units import Unit, clean_name

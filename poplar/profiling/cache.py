@@ -17,11 +17,11 @@ import torch
 from poplar.device import Device, query_driver
 from poplar.errors import ConfigError
 from poplar.plan import ClusterProfile, write_text_atomically
-from poplar.profiler_state import RecipeFacts, digest
+from poplar.profiling.state import RecipeFacts, digest
 from poplar.zero.comm import Communicator
 
 if TYPE_CHECKING:
-    from poplar.profiler_session import ProfileSettings
+    from poplar.profiling.session import ProfileSettings
 
 CACHE_VERSION = 1
 """Goes up when profiles are measured in another way."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from poplar.cost import Kind, Row, group_ranks, predict
 from poplar.curve import curve_of
-from poplar.exact import exact_rows
 from poplar.plan import ClusterProfile
+from poplar.planning.cost import Kind, Row, group_ranks, predict
+from poplar.planning.exact import exact_rows
 
 MIN_LEAVING_OUT_GAIN = 0.01
 """Share of a step below which leaving a card out is not worth a word."""

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from poplar.cost import Kind, Row
 from poplar.plan import ClusterProfile
+from poplar.planning.cost import Kind, Row
 
 _TIE = 1e-12
 """Relative difference in seconds that counts as none."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poplar.cost import Kind, Row, predict
 from poplar.errors import InfeasiblePlanError
-from poplar.exact import Levels, even_parts, spread
 from poplar.plan import ClusterProfile
+from poplar.planning.cost import Kind, Row, predict
+from poplar.planning.exact import Levels, even_parts, spread
 
 _MORE_STEPS = 1.25
 """Growth of the number of micro-steps from one try of "flops" to the next."""

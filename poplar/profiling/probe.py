@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 from poplar.config import Batch
 from poplar.device import Device, is_out_of_memory
 from poplar.engine import Engine
-from poplar.profiler_parts import EngineSettings, LossWatch, ProbeBatches, ProbeComm, give_back
-from poplar.profiler_timing import summarize
+from poplar.profiling.parts import EngineSettings, LossWatch, ProbeBatches, ProbeComm, give_back
+from poplar.profiling.timing import summarize
 
 T = TypeVar("T")
 

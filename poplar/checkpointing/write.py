@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from poplar.checkpoint_files import RANDOM, FolderInTheMaking, TensorWriter
-from poplar.checkpoint_values import dtype_name, encode
+from poplar.checkpointing.files import RANDOM, FolderInTheMaking, TensorWriter
+from poplar.checkpointing.values import dtype_name, encode
 from poplar.zero.flat import Piece
 from poplar.zero.optimizer import ParamState, is_elementwise_state
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from poplar.catalog import find_card
 from poplar.errors import InfeasiblePlanError
-from poplar.model_spec import ModelSpec
+from poplar.simulation.model_spec import ModelSpec
+from poplar.simulation.step_model import Cluster, compute_s
 from poplar.simulator import SimulatedRun, best_run, describe_cluster, mean_idle_s, simulate
-from poplar.step_model import Cluster, compute_s
 
 NETWORK_BINDS, IDLE_BINDS, MEMORY_BINDS = 0.15, 0.15, 0.9
 """What is said to bind: collectives, idling above these shares of a step; speed at the largest batch below this."""

@@ -10,12 +10,12 @@ from poplar.config import PRECISIONS, Recipe
 from poplar.device import Device
 from poplar.errors import ConfigError, ProfileError, StepError
 from poplar.plan import ClusterProfile, RankProfile, check_shard_ratios
-from poplar.profiler_cache import ProfileCache
-from poplar.profiler_collectives import balanced_sizes, calibrate
-from poplar.profiler_parts import EngineSettings, ProbeBatches, give_back
-from poplar.profiler_probe import RankProbe
-from poplar.profiler_rank import Effort, Measured, measure_rank
-from poplar.profiler_state import RecipeFacts, learn_facts
+from poplar.profiling.cache import ProfileCache
+from poplar.profiling.collectives import balanced_sizes, calibrate
+from poplar.profiling.parts import EngineSettings, ProbeBatches, give_back
+from poplar.profiling.probe import RankProbe
+from poplar.profiling.rank import Effort, Measured, measure_rank
+from poplar.profiling.state import RecipeFacts, learn_facts
 from poplar.zero.comm import Communicator, raise_together
 from poplar.zero.precision import resolve_precision
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poplar.plan import RankProfile
-from poplar.profiler_probe import RankProbe
-from poplar.profiler_search import LargestSearch
-from poplar.profiler_timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summarize
+from poplar.profiling.probe import RankProbe
+from poplar.profiling.search import LargestSearch
+from poplar.profiling.timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summarize
 
 BURST_S = 0.2
 """A run on a plain CPU rank lasts about so long."""

@@ -11,7 +11,7 @@ from poplar.errors import ConfigError
 from poplar.simulator import SimulatedRun, describe_cluster
 
 if TYPE_CHECKING:
-    from poplar.reproduction import Reproduction
+    from poplar.simulation.reproduction import Reproduction
 
 _COLORS = {"exact": "#1b6ca8", "poplar": "#4aa3df", "flops": "#e0a030", "equal": "#9a9a9a"}
 

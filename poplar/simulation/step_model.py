@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from poplar.catalog import Card, find_card
 from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
-from poplar.interconnect import Interconnect, Ring
-from poplar.model_spec import ModelSpec
 from poplar.plan import ClusterProfile, RankProfile, check_shard_ratios
+from poplar.simulation.interconnect import Interconnect, Ring
+from poplar.simulation.model_spec import ModelSpec
 
 OVERLAP_SHARE = 0.9
 """Assumed: share of the compute that collectives really hide behind."""

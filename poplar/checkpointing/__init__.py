@@ -1,0 +1,1 @@
+"""Parts of checkpointing: files, values, matching. The entry is poplar/checkpoint.py."""
