@@ -1,7 +1,7 @@
 """From profiles to a plan: choose each rank's micro-batches, and the ZeRO stage, for the least predicted step time.
 
     profiles -> kinds of ranks -> rows by a strategy (exact.py, strategies.py) -> prediction (cost.py)
-             -> outcome by stage -> the fastest that fits -> Plan, with notes on what it means (notes.py); all in planning/
+             -> outcome by stage -> the fastest that fits -> Plan, with notes (notes.py); parts in planning/
 
 Pure: no torch, no clock, no randomness; the same profiles give the same plan.
 """

@@ -39,7 +39,7 @@ _ASSUMED_SHARE = {"half": 0.6, "single": 0.7}
 """Assumed: share of the peak that a card reaches whose file gives no rates."""
 _REFERENCE_TOKEN_FLOP = 6 * 202.4e6
 _REFERENCE_TOKEN_BYTES = BLOCK_TRAFFIC_BYTES["half"] * 4096
-"""``relative_speed`` compares cards on one token of a 7B Llama layer: see ``KernelRates``, ``simulation/step_model.py``."""
+"""``relative_speed`` compares cards on one token of a 7B Llama layer: see ``KernelRates``, ``step_model.py``."""
 
 
 @dataclass(frozen=True, kw_only=True)

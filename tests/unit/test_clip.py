@@ -32,9 +32,12 @@ def test_parts_of_any_cut_give_the_whole_norm(values: list[float], cuts: list[in
     assert global_norm(parts, norm_type) == pytest.approx(want, rel=1e-12, abs=1e-300)
 
 
-def test_float32_is_measured_in_float32_and_put_together_in_float64() -> None:
-    grads = [torch.full((2**12,), 1e-3) for _ in range(2**8)]
-    assert global_norm([local_norm_part(grads, 2.0)], 2.0) == pytest.approx(1e-3 * 2**10, rel=1e-6)
+def test_float32_parts_are_put_together_in_float64() -> None:
+    """A thousand small squares beside 2^24: each alone would be lost in float32."""
+    grads = [torch.tensor([4096.0])] + [torch.tensor([0.7])] * 1000
+    want = math.sqrt(2**24 + 490)
+    assert global_norm([local_norm_part(grads, 2.0)], 2.0) == pytest.approx(want, rel=1e-9)
+    assert global_norm([local_norm_part([grad], 2.0) for grad in grads], 2.0) == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

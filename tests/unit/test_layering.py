@@ -177,8 +177,10 @@ def test_driver_and_collectives_have_one_caller_each():
     for name, tree in _modules().items():
         if name != "poplar.device":
             assert not {t for t in _imports(tree) if t.split(".")[0] == "pynvml"}, f"{name}: pynvml is device.py's"
-        if name != "poplar.zero.comm":
-            assert not _collective_calls(tree), f"{name} calls {_collective_calls(tree)}: that is zero/comm.py's"
+        if name not in ("poplar.zero.comm", "poplar.zero.transport"):
+            assert not _collective_calls(tree), (
+                f"{name} calls {_collective_calls(tree)}: that is for zero/comm.py and zero/transport.py"
+            )
 
 
 def test_the_readers_above_see_what_they_look_for():
