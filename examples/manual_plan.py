@@ -24,14 +24,16 @@ def mean_squared_error(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 @click.command()
-@click.option("--micro-batch-sizes", default="6", show_default=True, help="Sizes by rank, as 6,2 or 3+3,2.")
+@click.option("--micro-batch-sizes", help="Sizes by rank, as 6,2 or 3+3,2.  [default: 6 on rank 0, 2 on the others]")
 @click.option("--zero-stage", type=click.IntRange(0, 3), default=0, show_default=True, help="ZeRO stage.")
 @click.option("--epochs", type=click.IntRange(min=1), default=3, show_default=True, help="Passes over the data.")
-def main(micro_batch_sizes: str, zero_stage: int, epochs: int) -> None:
+def main(micro_batch_sizes: str | None, zero_stage: int, epochs: int) -> None:
     """Fit a line with batches of your own for every rank (one, without torchrun)."""
-    plan = poplar.Plan.manual(parse_micro_batch_sizes(micro_batch_sizes), zero_stage=zero_stage)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = parse_micro_batch_sizes(micro_batch_sizes) if micro_batch_sizes else [6] + [2] * (world_size - 1)
+    plan = poplar.Plan.manual(sizes, zero_stage=zero_stage)
     # Before anything is built: a list for another number of ranks is refused by all of them at once.
-    plan.check_cluster(int(os.environ.get("WORLD_SIZE", "1")))
+    plan.check_cluster(world_size)
     torch.manual_seed(0)
     inputs = torch.randn(256, 8)
     targets = inputs @ torch.arange(8.0).unsqueeze(1)

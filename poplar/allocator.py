@@ -240,7 +240,7 @@ def _plan_stage(
             longest = max(map(len, rows))
             rows = [row + (0,) * (longest - len(row)) for row in rows]
     predicted = predict(profile, rows)
-    notes = curve_notes(profile, kinds) + bound_notes(profile, bounds)
+    notes = [*profile.notes, *curve_notes(profile, kinds)] + bound_notes(profile, bounds)
     if strategy == "exact":
         notes += idle_notes(profile, rows, limits, predicted.step_s)
         notes += leaving_out_notes(profile, limits, predicted.step_s, global_batch_size)
@@ -296,8 +296,8 @@ def _check_state_fits(profile: ClusterProfile) -> None:
         missing = rank.state_bytes - rank.memory_limit_bytes
         if missing > 0:
             raise InfeasiblePlanError(
-                f"{missing} bytes are missing on rank {index} ({rank.device}): it holds {rank.state_bytes / _GIB:.2f} "
-                f"GiB of model state at stage {profile.zero_stage} and may use {rank.memory_limit_bytes / _GIB:.2f} GiB"
+                f"{missing} bytes are missing on rank {index} ({rank.device}): it holds {_size(rank.state_bytes)} of "
+                f"model state at stage {profile.zero_stage} and may use {_size(rank.memory_limit_bytes)}"
             )
 
 
@@ -324,11 +324,16 @@ def _nothing_fits(profile: ClusterProfile) -> str:
         f"{rank_names(profile, ranks)} {room}"
         for room, ranks in group_alike(profile, range(profile.world_size), lambda rank: _room(profile.ranks[rank]))
     ]
-    return f"not one sample fits on any card at stage {profile.zero_stage}: " + "; ".join(details)
+    said = "".join(f"\n  {note}" for note in profile.notes)
+    return f"not one sample fits on any card at stage {profile.zero_stage}: {'; '.join(details)}{said}"
 
 
 def _room(rank: RankProfile) -> str:
     if rank.state_bytes is None or rank.memory_limit_bytes is None:
         return "took no batch"
-    room = (rank.memory_limit_bytes - rank.state_bytes) / _GIB
-    return f"may use {rank.memory_limit_bytes / _GIB:.2f} GiB, of which model state leaves {room:.2f} GiB"
+    room = _size(rank.memory_limit_bytes - rank.state_bytes)
+    return f"may use {_size(rank.memory_limit_bytes)}, of which model state leaves {room}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if abs(num_bytes) >= 0.1 * _GIB else f"{num_bytes / 2**20:.2f} MiB"

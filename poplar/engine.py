@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.config import REDUCTIONS, Batch
-from poplar.errors import ConfigError, ModelError, NonFiniteError
+from poplar.errors import CommunicationError, ConfigError, ModelError, NonFiniteError
 from poplar.zero.build import Layout, build, layout_signature
 from poplar.zero.clip import check_norm_type, clip_coefficient, global_norm, local_norm_part
 from poplar.zero.comm import check_same, raise_failure
@@ -84,7 +85,7 @@ class StepSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, or None; got {value!r}")
-        check_norm_type(self.norm_type)
+        object.__setattr__(self, "norm_type", check_norm_type(self.norm_type))
 
 
 @dataclass
@@ -93,6 +94,16 @@ class _Tally:
 
     losses: list[Tensor] = field(default_factory=list)
     failure: BaseException | None = None
+
+
+def _note_failure(tally: _Tally, error: Exception) -> None:
+    """Remember the first failure, and let go of what the failed computation holds.
+
+    After an out-of-memory, the collectives that are still to be completed need that memory.
+    """
+    if tally.failure is None:
+        tally.failure = error
+    traceback.clear_frames(error.__traceback__)
 
 
 class Engine:
@@ -158,12 +169,12 @@ class Engine:
             micro_batches: this rank's, any number, also none; None stands for an idle micro-step.
 
         Raises:
-            StepError: another rank failed; the step was discarded on every rank. The rank that failed raises its own
-            error.
+            StepError: another rank failed, and the step was discarded on every rank; that rank raises its own error.
             NonFiniteError: with ``non_finite="raise"``, or after too many skipped steps in a row.
+            CommunicationError: another rank is in ``evaluate``.
         Collective.
         """
-        batches, weights, total, count = self._agree(micro_batches)
+        batches, weights, total, count = self._agree(micro_batches, training=True)
         if total == 0:
             self.num_skipped += 1
             warnings.warn(
@@ -184,7 +195,7 @@ class Engine:
                 for index in computed:
                     self._micro_step(tally, batches[index], self._factor(weights, index, total), index == computed[-1])
                 if not computed:
-                    stage.idle_micro_step(is_last=True)
+                    self._micro_step(tally, None, 0.0, is_last=True)
         return self._conclude(tally, total)
 
     def _factor(self, weights: Sequence[float], index: int, total: float) -> float:
@@ -194,25 +205,33 @@ class Engine:
         return weights[index] / total if self._settings.reduction == "mean" else 1.0
 
     def _micro_step(self, tally: _Tally, batch: Batch | None, factor: float, is_last: bool) -> None:
+        """Train on ``batch``; with None, or after a failure, take part in what the other ranks do."""
         stage = self._stage
-        if tally.failure is not None or batch is None:
-            if stage.reduces_every_micro_step:
-                stage.idle_micro_step(is_last)
-            return
+        if tally.failure is not None:
+            if not stage.reduces_every_micro_step:
+                return  # ``abandon`` has reduced for the whole step
+            batch = None
         try:
-            self.device.mark()
-            stage.begin_forward(training=True)
-            loss = self._compute_loss(batch)
-            stage.begin_backward(is_last)
-            if loss.requires_grad:
-                loss.backward(torch.full_like(loss, factor * self.loss_scale.value))
-            tally.losses.append(loss.detach().double() * factor)
-            stage.end_backward()
-            self.device.pace()
+            if batch is None:
+                stage.idle_micro_step(is_last)
+            else:
+                self._train_on(tally, batch, factor, is_last)
         except Exception as error:
             # The others are waiting in this micro-step's collectives: complete them, and tell at the end of the step.
-            tally.failure = error
+            _note_failure(tally, error)
             stage.abandon(is_last=True)
+
+    def _train_on(self, tally: _Tally, batch: Batch, factor: float, is_last: bool) -> None:
+        stage = self._stage
+        self.device.mark()
+        stage.begin_forward(training=True)
+        loss = self._compute_loss(batch)
+        stage.begin_backward(is_last)
+        if loss.requires_grad:
+            loss.backward(torch.full_like(loss, factor * self.loss_scale.value))
+        tally.losses.append(loss.detach().double() * factor)
+        stage.end_backward()
+        self.device.pace()
 
     def _compute_loss(self, batch: Batch) -> Tensor:
         batch = move_to(batch, self.device.torch_device)
@@ -302,9 +321,13 @@ class Engine:
     def evaluate(self, micro_batches: Sequence[Batch | None]) -> float:
         """Return the weighted mean loss over the ranks' micro-batches; no gradients, modules in evaluation mode.
 
-        Collective: with any number of micro-batches on each rank, also none. NaN if they have no weight at all.
+        NaN if they have no weight at all.
+
+        Raises:
+            StepError, CommunicationError: as in ``step``.
+        Collective: with any number of micro-batches on each rank, also none.
         """
-        batches, weights, total, count = self._agree(micro_batches)
+        batches, weights, total, count = self._agree(micro_batches, training=False)
         if total == 0:
             return math.nan
         stage, tally = self._stage, _Tally()
@@ -333,12 +356,14 @@ class Engine:
             self._stage.begin_forward(training=False)
             tally.losses.append(self._compute_loss(batch).double() * factor)
         except Exception as error:
-            tally.failure = error
+            _note_failure(tally, error)
         self._stage.end_forward()
 
     # Agreement.
 
-    def _agree(self, micro_batches: Sequence[Batch | None]) -> tuple[list[Batch], list[float], float, int]:
+    def _agree(
+        self, micro_batches: Sequence[Batch | None], training: bool
+    ) -> tuple[list[Batch], list[float], float, int]:
         """Return this rank's batches and weights, the ranks' total weight, and their largest number of micro-steps."""
         problem: BaseException | None = None
         batches: list[Batch] = []
@@ -353,7 +378,14 @@ class Engine:
             problem = error
         signature = layout_signature(self._stage.units)
         changed = signature != self._signature
-        rows = self._vote([float(problem is not None), math.fsum(weights), float(len(batches)), float(changed)])
+        call = 1.0 + training  # never 0, which is what a loopback's other ranks answer
+        rows = self._vote([float(problem is not None), math.fsum(weights), float(len(batches)), float(changed), call])
+        if len({row[4] for row in rows} - {0.0}) > 1:
+            training_ranks = [rank for rank, row in enumerate(rows) if row[4] == 2.0]
+            raise CommunicationError(
+                f"ranks {training_ranks} called step, the others evaluate; every rank must make the same calls in the "
+                "same order (so no `if rank == 0:` around them)"
+            )
         self._raise_failures(problem, [row[0] for row in rows], "was given bad micro-batches")
         if any(row[3] for row in rows):
             self._rebuild()
@@ -422,8 +454,10 @@ class Engine:
             self._is_unsharded = False
             self._stage.reshard_all()
             for _, buffer in self._stage.trainable_buffers():
-                if buffer.master is not buffer.shard and not torch.equal(buffer.master.to(buffer.dtype), buffer.shard):
-                    buffer.master.copy_(buffer.shard)
+                if buffer.master is not buffer.shard:
+                    # Only what was changed: the shard has fewer digits than its master.
+                    is_same = buffer.master.to(buffer.dtype) == buffer.shard
+                    buffer.master.copy_(torch.where(is_same, buffer.master, buffer.shard))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return parameters (masters where there are any) and buffers, whole, by name, on the CPU. Collective."""
@@ -466,7 +500,7 @@ class Engine:
         groups = {piece.param: piece.group for piece, _ in params}
         self._stage.close()
         for piece, whole in params:
-            piece.param.data = whole.to(self.device.torch_device)
+            piece.param.data = whole  # on the CPU: building moves unit by unit, and the card may not hold them all
         layout = self._layout
         self._layout = Layout(**{**vars(layout), "groups": groups})
         self._stage, self._binding = build(self.module, self.optimizer, self._layout, states)

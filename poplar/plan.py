@@ -230,8 +230,8 @@ class Plan:
             counts = [len(rank.micro_batch_sizes) for rank in ranks]
             _check(
                 len(set(counts)) == 1,
-                f"at stage {self.zero_stage} every rank needs the same number of micro-steps (some may be "
-                f"0); got {counts}",
+                f"at stage {self.zero_stage} every rank needs the same number of micro-steps (some may be 0); "
+                f"got {counts}",
             )
         if self.shard_ratios is not None:
             object.__setattr__(self, "shard_ratios", check_shard_ratios(self.shard_ratios, len(ranks)))

@@ -93,6 +93,7 @@ def initialize(
         stage_number, precision_name, given_ratios = _settle(plan, zero_stage, precision, shard_ratios)
         ratios = check_shard_ratios(given_ratios or [1.0] * comm.shard_world_size, comm.shard_world_size)
         _check_model(model, optimizer)
+        _check_values(model, settings, alone=comm.world_size == 1 and stage_number < 3 and precision_name == "fp32")
     except Exception as error:
         problem = error
     # An argument may be wrong on one rank alone; the others must not wait for it.
@@ -128,6 +129,24 @@ def _warn_of_surprises(engine: Engine) -> None:
             PoplarWarning,
             stacklevel=3,
         )
+
+
+def _check_values(model: nn.Module, settings: StepSettings, alone: bool) -> None:
+    """Refuse what would write parameters or gradients in a way that ranks cannot share.
+
+    Args:
+        alone: the only copy of the parameters is whole and in this process.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None and not alone:
+            raise ModelError(
+                f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward rewrites "
+                "its weight, on each rank those rows that its own samples use; set max_norm to None, and renormalise "
+                "between steps inside `with engine.unsharded():`"
+            )
+    complex_name = next((name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad), None)
+    if settings.max_grad_value is not None and complex_name is not None:
+        raise ConfigError(f"max_grad_value cannot clip {complex_name}, which is complex; use max_grad_norm")
 
 
 def _is_synchronised(module: nn.Module) -> bool:

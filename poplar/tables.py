@@ -29,7 +29,8 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def describe_plan(plan: Plan, profile: ClusterProfile | None = None) -> str:
     """Return the table of a plan, what it comes to, and its notes but for those on how each stage fared."""
-    notes = [*(profile.notes if profile is not None else ()), *plan.notes]
+    # The allocator passes on what the profile says, so that a plan alone says it too.
+    notes = dict.fromkeys([*(profile.notes if profile is not None else ()), *plan.notes])
     shown = [f"- {note}" for note in notes if not note.removeprefix("taken: ").startswith("stage ")]
     return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *shown])
 

@@ -1,20 +1,12 @@
 """The minimal loop: profile, plan, train, tell what it gave.
 
-    join the ranks -> profile -> plan -> engine -> for each step: step, schedule, log -> held-out loss -> closing table
-
-[Note: steps of the equal split]
-What the plan gains is measured, not predicted: some steps in the middle of the run are cut as the equal split would cut
-them. A step has the same samples and the same result either way, so they train the model like all others, only slower.
+join the ranks -> profile -> plan -> engine -> the loop (training_loop.py) -> closing table
 """
 
 from __future__ import annotations
 
-import math
 import random
-import statistics
 import sys
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,19 +16,20 @@ import torch
 import torch.distributed as dist
 
 from poplar.allocator import allocate
-from poplar.config import ZERO_STAGES, Batch, Recipe
+from poplar.config import ZERO_STAGES, Recipe
 from poplar.device import Device
 from poplar.emulation import start_device
-from poplar.engine import Engine, StepResult
+from poplar.engine import Engine
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.fit_config import FitConfig
-from poplar.loader import PlannedLoader, eval_batches
+from poplar.loader import PlannedLoader
 from poplar.plan import ClusterProfile, Plan, profile_of
 from poplar.profiler import profile
-from poplar.progress import Progress, RunFiles
+from poplar.progress import RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
 from poplar.tables import closing_table, describe_plan
+from poplar.training_loop import Loop
 from poplar.zero.comm import (
     Communicator,
     LoopbackComm,
@@ -44,6 +37,7 @@ from poplar.zero.comm import (
     end_process_group,
     join_process_group,
     launcher_environment,
+    raise_together,
 )
 
 
@@ -91,27 +85,25 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
     """
     config = config if config is not None else FitConfig(**settings)
     comm, device = join(config)
-    dataset = recipe.dataset()
-    _check_dataset(dataset, config)
+    dataset = _build_dataset(recipe, config, comm)
     with RunFiles(config.run_dir if comm.rank == 0 else None) as files:
         files.write("config.json", config.to_json(world_size=comm.world_size, torch=torch.__version__))
-        plan, profile = choose_plan(recipe, config, comm, device)
+        plan, measured = choose_plan(recipe, config, comm, device)
         files.write("plan.json", plan.to_json())
-        if profile is not None:
-            files.write("profile.json", profile.to_json())
+        if measured is not None:
+            files.write("profile.json", measured.to_json())
         show = config.progress and comm.rank == 0
         if show:
-            print(describe_plan(plan, profile), end="\n\n", flush=True)
+            print(describe_plan(plan, measured), end="\n\n", flush=True)
         engine = _build(recipe, config, plan, comm, device)
         loader = PlannedLoader(
             dataset, plan, comm.rank, recipe.collate, seed=config.seed, num_workers=config.num_workers
         )
-        equal = _equal_split(plan, profile, config)
-        loop = _Loop(recipe, config, engine, loader, files, equal)
+        loop = Loop(recipe, config, engine, loader, files, _equal_split(plan, measured, config))
         # An emulated card has the memory of a card: going over it is an error here too.
         with device.metered(engine.module, engine.optimizer) if device.is_emulated else nullcontext():
             loop.run()
-        result = loop.result(profile)
+        result = _result(loop, measured)
         if show:
             print(_closing(result), flush=True)
     return result
@@ -158,9 +150,13 @@ def choose_plan(
 
 def profile_stages(recipe: Recipe, config: FitConfig, comm: Communicator, device: Device) -> tuple[ClusterProfile, ...]:
     """Profile the stages that the settings leave open. Collective."""
+    stages = ZERO_STAGES if config.zero_stage == "auto" else (int(config.zero_stage),)
+    if config.progress and comm.rank == 0:
+        where = f"{comm.world_size} rank{'s' if comm.world_size > 1 else ''}"
+        print(f"profiling {where} at ZeRO stage {', '.join(map(str, stages))}", file=sys.stderr, flush=True)
     return profile(
         recipe,
-        zero_stage=ZERO_STAGES if config.zero_stage == "auto" else (int(config.zero_stage),),
+        zero_stage=stages,
         comm=comm,
         device=device,
         precision=config.precision,
@@ -171,14 +167,23 @@ def profile_stages(recipe: Recipe, config: FitConfig, comm: Communicator, device
     )
 
 
-def _check_dataset(dataset: Any, config: FitConfig) -> None:
-    if not hasattr(dataset, "__len__"):
-        raise ConfigError(f"the data set must be map-style, with a length; got {type(dataset).__name__}")
-    if len(dataset) < config.global_batch_size:
-        raise ConfigError(
-            f"the data set has {len(dataset)} samples, fewer than one global batch of {config.global_batch_size}; "
-            "lower global_batch_size"
-        )
+def _build_dataset(recipe: Recipe, config: FitConfig, comm: Communicator) -> Any:
+    """Build the data set and refuse one that cannot be trained on; if one rank cannot, none goes on. Collective."""
+    problem: Exception | None = None
+    dataset: Any = None
+    try:
+        dataset = recipe.dataset()
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"the data set must be map-style, with a length; got {type(dataset).__name__}")
+        if len(dataset) < config.global_batch_size:
+            raise ConfigError(
+                f"the data set has {len(dataset)} samples, fewer than one global batch of {config.global_batch_size}; "
+                "lower global_batch_size"
+            )
+    except Exception as error:
+        problem = error
+    raise_together(comm, problem, "could not build its data set")
+    return dataset
 
 
 def _build(recipe: Recipe, config: FitConfig, plan: Plan, comm: Communicator, device: Device) -> Engine:
@@ -220,146 +225,22 @@ def _equal_split(plan: Plan, profile: ClusterProfile | None, config: FitConfig) 
     return None if same else equal
 
 
-class _Clock:
-    """Seconds of steps, and what of them was waiting, from the end of one step to the end of the next.
-
-    So a collective that one step leaves to the next is counted: a clock around each step alone would miss it.
-    """
-
-    def __init__(self) -> None:
-        self._laps: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        self._last: tuple[float, float] | None = None
-
-    def restart(self) -> None:
-        """Leave the next step out: it begins with something else, or is the first of its kind."""
-        self._last = None
-
-    def lap(self, waited_s: float, *, by_plan: bool, counts: bool) -> float:
-        """End a step; return its seconds, NaN for one left out. ``waited_s``: waited in the whole process so far."""
-        now = (time.perf_counter(), waited_s)
-        last, self._last = self._last, now
-        if last is None:
-            return math.nan
-        if counts:
-            self._laps[by_plan].append((now[0] - last[0], now[1] - last[1]))
-        return now[0] - last[0]
-
-    def step_s(self, *, by_plan: bool) -> float | None:
-        """Return the median seconds of a step; None without one."""
-        laps = self._laps[by_plan]
-        return statistics.median(seconds for seconds, _ in laps) if laps else None
-
-    def idle_share(self) -> float:
-        """Return the share of the plan's steps that was spent waiting; NaN without one."""
-        total_s = sum(seconds for seconds, _ in self._laps[True])
-        return sum(waited for _, waited in self._laps[True]) / total_s if total_s else math.nan
-
-
-class _Loop:
-    """The steps of a run, with their measurements."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        config: FitConfig,
-        engine: Engine,
-        loader: PlannedLoader,
-        files: RunFiles,
-        equal: Plan | None,
-    ):
-        self.recipe, self.config, self.engine, self.loader, self.files = recipe, config, engine, loader, files
-        self.plan = loader.plan
-        self.total_steps = config.steps or (config.epochs or 1) * len(loader)
-        self.eval_dataset = recipe.eval_dataset() if recipe.eval_dataset is not None else None
-        self.eval_loss: float | None = None
-        self._equal = equal
-        self._equal_from = self.total_steps // 2
-        self._clock = _Clock()
-        self._last: StepResult | None = None
-        shown = sys.stderr if config.progress and engine.comm.rank == 0 else None
-        self._progress = Progress(self.total_steps, stream=shown)
-
-    def run(self) -> None:
-        scheduler = self.recipe.scheduler(self.engine.optimizer) if self.recipe.scheduler is not None else None
-        for step, micro_batches in enumerate(self._steps(), start=1):
-            result = self.engine.step(micro_batches)
-            if scheduler is not None and not result.skipped:
-                scheduler.step()
-            self._log(step, result)
-            if step == self.total_steps or (self.config.eval_every and step % self.config.eval_every == 0):
-                self._evaluate(step)
-
-    def _steps(self) -> Iterator[list[Batch | None]]:
-        """Yield the run's steps, epoch after epoch; some in the middle are cut by the equal split."""
-        step = 0
-        while step < self.total_steps:
-            for micro_batches in self.loader:
-                yield micro_batches
-                step += 1
-                if step == self.total_steps:
-                    return
-                self._choose_split(step)
-
-    def _choose_split(self, step: int) -> None:
-        """Cut the step after ``step`` by the plan or by the equal split."""
-        if self._equal is None:
-            return
-        compares = self._equal_from <= step < self._equal_from + self.config.compare_steps
-        wanted = self._equal if compares else self.plan
-        if self.loader.plan is not wanted:
-            self.loader.set_plan(wanted)
-            self._clock.restart()
-
-    def _log(self, step: int, result: StepResult) -> None:
-        num_samples = self._num_samples(step)
-        by_plan = self.loader.plan is self.plan
-        whole = num_samples == self.plan.global_batch_size
-        seconds = self._clock.lap(self.engine.wait_s, by_plan=by_plan, counts=whole)
-        tokens_per_s = result.weight / seconds if self.recipe.weight is not None else None
-        self._progress.show(step, result.loss, num_samples / seconds, tokens_per_s)
-        self.files.log(
-            step=step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            weight=result.weight,
-            skipped=result.skipped,
-            learning_rate=self.engine.optimizer.param_groups[0]["lr"],
-            num_samples=num_samples,
-            step_s=seconds,
-            strategy=self.loader.plan.strategy,
-        )
-        self._last = result
-
-    def _num_samples(self, step: int) -> int:
-        """Return the samples of a step; the last one of an epoch may have fewer."""
-        tail = len(self.loader.dataset) % self.plan.global_batch_size  # type: ignore[arg-type]  # checked to have one
-        return tail if tail and step % len(self.loader) == 0 else self.plan.global_batch_size
-
-    def _evaluate(self, step: int) -> None:
-        if self.eval_dataset is None:
-            return
-        batches = list(eval_batches(self.eval_dataset, self.plan, self.engine.comm.rank, self.recipe.collate))
-        self.eval_loss = self.engine.evaluate(batches)
-        self._clock.restart()
-        self._progress.say(f"step {step}: held-out loss {self.eval_loss:.4f}")
-        self.files.log(step=step, eval_loss=self.eval_loss)
-
-    def result(self, profile: ClusterProfile | None) -> FitResult:
-        """Return what the run gave. Collective."""
-        assert self._last is not None
-        idle = self.engine.comm.gather_floats([self._clock.idle_share()])
-        return FitResult(
-            engine=self.engine,
-            plan=self.plan,
-            profile=profile,
-            steps=self.total_steps,
-            loss=self._last.loss,
-            eval_loss=self.eval_loss,
-            step_s=self._clock.step_s(by_plan=True),
-            equal_step_s=self._clock.step_s(by_plan=False),
-            idle_shares=tuple(row[0] for row in idle),
-            run_dir=self.config.run_dir,
-        )
+def _result(loop: Loop, measured: ClusterProfile | None) -> FitResult:
+    """Return what the run gave. Collective."""
+    assert loop.last is not None
+    idle = loop.engine.comm.gather_floats([loop.clock.idle_share()])
+    return FitResult(
+        engine=loop.engine,
+        plan=loop.plan,
+        profile=measured,
+        steps=loop.total_steps,
+        loss=loop.last.loss,
+        eval_loss=loop.eval_loss,
+        step_s=loop.clock.step_s(by_plan=True),
+        equal_step_s=loop.clock.step_s(by_plan=False),
+        idle_shares=tuple(row[0] for row in idle),
+        run_dir=loop.config.run_dir,
+    )
 
 
 def _closing(result: FitResult) -> str:

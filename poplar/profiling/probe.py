@@ -191,8 +191,8 @@ class RankProbe:
         # At stage 3 a new engine runs the loss once more, for the order of its collectives.
         calls_s = self._watch.calls_s[-number:]
         runs_s = [after - before for before, after in zip(calls_s, calls_s[1:], strict=False)]
-        if self.is_plain_cpu:
-            runs_s = [mean(runs_s)] if runs_s else []
-        elif self._rests_s:
+        if self._rests_s:
             runs_s.append(total_s - sum(runs_s) - self.optimizer_step_s)
+        if self.is_plain_cpu and number > 2:
+            runs_s = [mean(runs_s)]
         self.runs_s.setdefault(size, []).extend(seconds for seconds in runs_s if seconds > 0)

@@ -19,9 +19,11 @@ from poplar.profiling.timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summa
 
 BURST_S = 0.2
 """A run on a plain CPU rank lasts about so long."""
-_MICRO_STEPS_OF_TRIAL = 3
-_SHORT_TRIAL_S = 0.2
-"""Of a size whose trial is shorter, a few more micro-steps cost nothing."""
+_MICRO_STEPS_OF_TRIAL = 3.3
+"""Two steps, one with accumulation, and an evaluation."""
+_MICRO_STEPS_OF_TIMING = 2
+_SHORT_MICRO_STEP_S = 0.06
+"""Of shorter ones a few more cost nothing."""
 _MIB = 2**20
 
 
@@ -73,7 +75,7 @@ class _Measurement:
         self.search = LargestSearch(allowed_bytes, effort.largest_wanted)
         self.notes: list[str] = []
         self._began_s = time.monotonic()
-        self._sample_s = 0.0  # real seconds of a trial, by the sample
+        self._sample_s = 0.0  # real seconds of a micro-step in the last trial, by the sample
 
     def run(self, least_state_bytes: int) -> Measured:
         if self.probe.prepare():
@@ -89,25 +91,43 @@ class _Measurement:
     def _grow(self) -> None:
         """Try sizes until the largest is known, or larger ones would take too long."""
         while (size := self.search.next_size()) is not None:
-            if size > self.search.largest > 0:
-                affordable = self._affordable_size()
-                if affordable <= self.search.largest:
+            largest = self.search.largest
+            is_roomy = self.search.leaves_half_free(2 * largest)
+            if is_roomy:
+                size = min(2 * largest, size)
+            if largest > 0:
+                size = min(
+                    size, self._affordable_size(_MICRO_STEPS_OF_TIMING if is_roomy else 2 * _MICRO_STEPS_OF_TRIAL)
+                )
+                if size <= largest:
                     self.notes.append(
-                        f"micro-batches above {self.search.largest} were not tried: they would take longer than "
+                        f"micro-batches above {largest} were not tried: they would take longer than "
                         f"stage_budget_s={self.effort.stage_budget_s:g}"
                     )
                     return
-                size = min(size, affordable)
-            began_s = time.monotonic()
-            self.search.record(size, self.probe.trial(size))
-            self._sample_s = (time.monotonic() - began_s) / size
-            if size == 1 == self.search.largest and not self._time_size(1):
-                self.search.record(1, None)
+            if is_roomy:
+                self._accept(size)
+            else:
+                self._try(size)
 
-    def _affordable_size(self) -> int:
-        # A trial, and about as much again for the times of the sizes up to it.
+    def _try(self, size: int) -> None:
+        began_s = time.monotonic()
+        self.search.record(size, self.probe.trial(size))
+        self._sample_s = (time.monotonic() - began_s) / _MICRO_STEPS_OF_TRIAL / size
+        if size == 1 == self.search.largest and not self._time_size(1):
+            self.search.record(1, None)
+
+    def _accept(self, size: int) -> None:
+        """Time a size for which memory is no question, instead of trying it."""
+        if self._time_size(size):
+            self.search.accept(size)
+        else:
+            self.search.record(size, None)
+
+    def _affordable_size(self, num_micro_steps: float) -> int:
+        """Return the largest size of which so many micro-steps end within ``stage_budget_s``."""
         left_s = self.effort.stage_budget_s - (time.monotonic() - self._began_s)
-        return int(left_s / 2 / self._sample_s)
+        return int(left_s / num_micro_steps / self._sample_s)
 
     def _time_size(self, size: int) -> bool:
         """Repeat a size until its times agree; return False if memory ran out, though the trial had fitted."""
@@ -130,10 +150,10 @@ class _Measurement:
 
     def _num_micro_steps(self, size: int) -> int:
         """Return how many micro-steps to take in a step: see [Note: a processor that comes and goes]."""
-        trial_s = self._sample_s * size
+        micro_step_s = self._sample_s * size
         if self.probe.is_plain_cpu:
-            return max(2, math.ceil(BURST_S / (trial_s / _MICRO_STEPS_OF_TRIAL)))
-        return 4 if trial_s < _SHORT_TRIAL_S else 2
+            return max(2, math.ceil(BURST_S / micro_step_s))
+        return 4 if micro_step_s < _SHORT_MICRO_STEP_S else 2
 
     def _has_enough(self, runs_s: Sequence[float], spent_s: float) -> bool:
         if len(runs_s) < 2:
@@ -164,7 +184,7 @@ class _Measurement:
     def _note_outcome(self, spreads: dict[int, float]) -> None:
         if self.search.largest == 0:
             peak, allowed = self.search.peaks.get(1), self.search.allowed_bytes
-            if peak is not None and allowed is not None:
+            if peak is not None and allowed is not None and peak > allowed:
                 why = f"it needs {peak / _MIB:.1f} MiB, {(peak - allowed) / _MIB:.1f} MiB more than may be used"
             else:
                 why = self.probe.last_out_of_memory

@@ -49,6 +49,18 @@ class LargestSearch:
         self._fitted = {other for other in self._fitted if other < size}
         self.smallest_failed = size if self.smallest_failed is None else min(size, self.smallest_failed)
 
+    def accept(self, size: int) -> None:
+        """Take note that a size fits, whose peak was not measured."""
+        self._fitted.add(size)
+
+    def leaves_half_free(self, size: int) -> bool:
+        """Return whether the peaks so far say that a size needs no more than half of ``allowed_bytes``."""
+        line = self._line()
+        if self.allowed_bytes is None or line is None:
+            return False
+        known_size, known_peak, per_sample = line
+        return known_peak + max(0.0, per_sample) * (size - known_size) <= self.allowed_bytes / 2
+
     def next_size(self) -> int | None:
         """Return the next size to try; None: the search is over."""
         low, failed = self.largest, self.smallest_failed
@@ -65,11 +77,16 @@ class LargestSearch:
         return min(2 * low, most) if failed is None else (low + failed) // 2
 
     def _fitted_size(self) -> int | None:
-        """Return the size at which the line through the two largest trials meets ``allowed_bytes``; None: no line."""
-        if self.allowed_bytes is None or len(self.peaks) < 2:
+        """Return the size at which the line meets ``allowed_bytes``; None: no line, or it does not rise."""
+        line = self._line()
+        if self.allowed_bytes is None or line is None or line[2] <= 0:
+            return None
+        known_size, known_peak, per_sample = line
+        return int(known_size + (self.allowed_bytes - known_peak) // per_sample)
+
+    def _line(self) -> tuple[int, int, float] | None:
+        """Return the largest size whose peak is known, its peak, and the bytes a sample; None before two trials."""
+        if len(self.peaks) < 2:
             return None
         small, large = sorted(self.peaks)[-2:]
-        per_sample = (self.peaks[large] - self.peaks[small]) / (large - small)
-        if per_sample <= 0:
-            return None
-        return int(large + (self.allowed_bytes - self.peaks[large]) // per_sample)
+        return large, self.peaks[large], (self.peaks[large] - self.peaks[small]) / (large - small)

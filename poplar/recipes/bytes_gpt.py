@@ -49,7 +49,7 @@ class BytesGptConfig:
     weight_decay: float = 0.1
     """Applied to matrices alone; biases, norms and positions are left out."""
     warmup_steps: int = 10
-    total_steps: int = 120
+    total_steps: int = 80
     """Steps until the cosine has brought the learning rate down to a tenth, where it stays."""
     max_text_bytes: int = 4 << 20
     """Standard library text that is read at most, training and held-out together."""

@@ -1,7 +1,8 @@
 """Put a model's parameters into flat buffers, unit by unit, and hand them to a stage.
 
 Units are cut first, and each is made on the device, sent from rank 0 and sharded before the next one is touched, so
-that at stage 3 a model that fits no card whole still starts. Parameters on ``meta`` are initialised on rank 0 only.
+that at stage 3 a model that fits no card whole still starts. What is on ``meta`` is initialised on rank 0 only:
+``meta.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from poplar.device import Device
-from poplar.errors import CommunicationError, ModelError
+from poplar.errors import CommunicationError, ConfigError
 from poplar.zero.comm import Communicator, raise_together
 from poplar.zero.flat import NO_GROUP, FlatBuffer
+from poplar.zero.meta import MetaParameters, check_initialisable, initialise_buffers
 from poplar.zero.optimizer import OptimizerBinding, ParamState, group_indices
 from poplar.zero.precision import Precision
 from poplar.zero.stage import Stage
@@ -60,6 +62,13 @@ def build(
     try:
         units = cut_units(model, layout.units)
         groups = layout.groups or group_indices(optimizer, units)
+        if layout.comm.rank == 0:
+            check_initialisable(model)
+        if any(param.is_meta for param in states):
+            raise ConfigError(
+                f"{type(optimizer).__name__} makes state when it is built, and the model is on meta, where nothing has "
+                "values; build the model on the CPU, or use an optimizer that makes state in its first step"
+            )
     except Exception as error:
         problem = error
     raise_together(layout.comm, problem, "could not cut the model")
@@ -76,11 +85,12 @@ def build(
         return compute_dtype, layout.precision.master_dtype(param, compute_dtype)
 
     for unit in units:
-        _replace_meta(model, unit, groups, layout)
         unit.build_buffers(lambda param: groups.get(param, NO_GROUP), dtypes_of, layout.ratios, layout.comm.shard_rank)
+    on_meta = MetaParameters(model, units, layout.device.torch_device)
     stage = STAGES[layout.zero_stage](model, units, layout.comm, layout.device)
     try:
         for unit in units:
+            on_meta.materialise(unit, run=layout.comm.rank == 0)
             for buffer in unit.buffers:
                 _fill(buffer, stage, layout)
         _send_buffers(model, layout)
@@ -128,15 +138,12 @@ def _fill(buffer: FlatBuffer, stage: Stage, layout: Layout) -> None:
 def _send_buffers(model: nn.Module, layout: Layout) -> None:
     """Move the module buffers (statistics, masks) to the device and make them those of rank 0."""
     device = layout.device.torch_device
-    for module_name, module in model.named_modules():
+    for module in model.modules():
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            initialise_buffers(module, device, run=layout.comm.rank == 0)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            if buffer.is_meta:
-                raise ModelError(
-                    f"buffer {name!r} of {module_name or 'the model'} is on meta and nothing initialises it; "
-                    "build the model on the CPU, or fill the buffer in the module's reset_parameters()"
-                )
             if buffer.device != device:
                 module._buffers[name] = buffer = buffer.to(device)
             if buffer.is_contiguous():
@@ -145,43 +152,6 @@ def _send_buffers(model: nn.Module, layout: Layout) -> None:
                 whole = buffer.contiguous()
                 layout.comm.broadcast(whole, src=0, name=f"buffer {name}")
                 buffer.copy_(whole)
-
-
-def _replace_meta(model: nn.Module, unit: Unit, groups: dict[nn.Parameter, int], layout: Layout) -> None:
-    """Give a unit's parameters on ``meta`` memory, and on rank 0 values."""
-    on_meta = [param for _, param in unit.params if param.is_meta]
-    if not on_meta:
-        return
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    device = layout.device.torch_device
-    for param in on_meta:
-        replaced[param] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-        if param in groups:
-            groups[replaced[param]] = groups.pop(param)
-    unit.params = [(names, replaced.get(param, param)) for names, param in unit.params]
-    owners: list[tuple[str, nn.Module]] = []
-    for module_name, module in model.named_modules():
-        for name, old in module._parameters.items():
-            if old in replaced:
-                module._parameters[name] = replaced[old]
-                if module not in (owner for _, owner in owners):
-                    owners.append((module_name, module))
-    for module_name, module in owners:
-        _initialise(module_name, module, device, run=layout.comm.rank == 0)
-
-
-def _initialise(module_name: str, module: nn.Module, device: torch.device, run: bool) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise ModelError(
-            f"module {module_name!r} ({type(module).__name__}) is on meta and has no reset_parameters(); build the "
-            "model on the CPU, or give the module that method"
-        )
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-    if run:
-        reset()
 
 
 def layout_signature(units: Sequence[Unit]) -> list[bool]:

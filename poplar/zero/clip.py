@@ -1,8 +1,7 @@
 """Gradient norm over all ranks, and clipping.
 
-Every element counts exactly once: each rank measures the shards it owns, and the parts are put together from the ranks'
-answers, the same way on every rank and at every stage. Float32 gradients are measured in float32 and put together in
-float64.
+Every element counts exactly once: each rank measures the shards it owns, and puts the ranks' parts together the same
+way, at every stage. Float32 gradients are measured in float32, and their parts put together in float64.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     index        0         a         b              numel  padded_numel
     full         | weight  | bias    | scalar | ... |  pad |       one 1D buffer per (unit, dtype, requires_grad)
-    offsets      0            o1           o2          o3          rank r owns [offsets[r], offsets[r + 1]), at ANY
-    offset
+    offsets      0            o1           o2          o3          rank r owns [offsets[r], offsets[r + 1]), cut anywhere
 
 Parameters are ordered by optimizer group, so that what one rank owns of one group is one piece: the optimizer runs over
 few long tensors. Names, odd sizes, scalars, empty and tiny parameters, mixed dtypes, frozen parameters and loading at
@@ -74,8 +73,8 @@ class FlatBuffer:
         shard: 1D: the part this rank's optimizer updates, in the parameters' dtype; [update_start, update_stop):
             everything at stage 0, this rank's shard otherwise. A view of ``full`` at stages 0 to 2, memory of its own
             at 3.
-        master: 1D, like ``shard``: what the optimizer sees. ``shard`` itself, or a float32 copy of it (mixed
-        precision).
+        master: 1D, like ``shard``: what the optimizer sees. ``shard`` itself, or with mixed
+            precision a float32 copy of it.
         grad: 1D, like ``shard``, in ``reduce_dtype``: gradient summed over ranks and micro-steps; None between steps.
     """
 
@@ -153,7 +152,7 @@ class FlatBuffer:
         """
         self.full = None
         if self._holes is None:
-            value = math.nan if self.dtype.is_floating_point else 0
+            value = math.nan if self.dtype.is_floating_point or self.dtype.is_complex else 0
             hole = torch.full((), value, dtype=self.dtype, device=self.shard.device)
             self._holes = [hole.expand(piece.shape) for piece in self.pieces]
         for piece, hole in zip(self.pieces, self._holes, strict=True):

@@ -33,9 +33,8 @@ class _WholeGradient:
         self.arrived: set[Piece] = set()  # came in this backward, since the last take
         self.seen: set[Piece] = set()  # came in this backward
         self.expected: set[Piece] = set(buffer.pieces)
-        self.num_missing = len(
-            buffer.pieces
-        )  # expected, not arrived; counted, since a hook has no time to compare sets
+        # Expected and not arrived; counted, since a hook has no time to compare sets.
+        self.num_missing = len(buffer.pieces)
 
     def arrive(self, piece: Piece) -> None:
         """Note that the piece's gradient has come."""
@@ -96,6 +95,7 @@ class GradientCollector:
         self._wholes = {unit: [_WholeGradient(buffer) for buffer in unit.trainable_buffers] for unit in units}
         self._handles = []
         self.discard = False  # True while a micro-step is run for its order alone
+        self._in_backward = False
         for unit, wholes in self._wholes.items():
             for whole in wholes:
                 for piece in whole.buffer.pieces:
@@ -104,11 +104,16 @@ class GradientCollector:
 
     def _make_hook(self, unit: Unit, whole: _WholeGradient, piece: Piece) -> Callable[[Tensor], None]:
         def collect(param: Tensor) -> None:
-            grad = param.grad
+            grad, param.grad = param.grad, None
             assert grad is not None
             if grad.layout != torch.strided:
                 raise ModelError(f"{piece.names[0]} has a sparse gradient; build its module with sparse=False")
-            param.grad = None
+            if not self._in_backward:  # it would count unweighted, and unscaled
+                raise ModelError(
+                    f"{piece.names[0]} got a gradient outside of the backward that Engine.step runs; do not call "
+                    "backward() in or beside the loss function: return the sum of all losses, or use "
+                    "torch.autograd.grad"
+                )
             if not self.discard:
                 whole.add(piece, grad)
             whole.arrive(piece)
@@ -134,8 +139,13 @@ class GradientCollector:
             if whole.buffer is buffer:
                 whole.spare = full
 
+    def begin_forward(self) -> None:
+        """Accept no gradient until backward begins."""
+        self._in_backward = False
+
     def begin_backward(self) -> None:
         """Forget which gradients earlier backwards have brought (the gradients stay)."""
+        self._in_backward = True
         for whole in self._all():
             whole.seen = set()
             whole.restart()
@@ -147,12 +157,14 @@ class GradientCollector:
 
     def end_backward(self) -> None:
         """Expect next time what this backward has brought."""
+        self._in_backward = False
         for whole in self._all():
             if whole.seen:
                 whole.expected = whole.seen
 
     def clear(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, and accept none until the next backward."""
+        self._in_backward = False
         for whole in self._all():
             whole.clear()
 

@@ -39,8 +39,8 @@ def meet(comm: Communicator, what: str, timeout_s: float = MEETING_TIMEOUT_S) ->
         what: the call that all ranks are in, for messages; the same on every rank.
 
     Raises:
-        CommunicationError: some rank has not come within ``timeout_s``, or came to do something else; on every rank
-        that came.
+        CommunicationError: some rank has not come within ``timeout_s``, or came to do something else; raised on every
+            rank that came.
     Collective.
     """
     inner = comm.inner if isinstance(comm, CheckedComm) else comm

@@ -1,9 +1,8 @@
 """Bind the user's own optimizer to shards.
 
 The optimizer object and its group dicts are mutated, never replaced, so that learning-rate schedulers and user code
-that hold them keep working. Its parameters become one long tensor per (flat buffer, group): what this rank owns of
-that group.
-State that it already has (Adagrad makes it when built; a resumed run brings it) is cut the same way.
+that hold them keep working. Its parameters become one long tensor per (flat buffer, group): what this rank owns of that
+group. State that it already has (Adagrad makes it when built; a resumed run brings it) is cut the same way.
 
 [Note: element-wise optimizers]
 Running over pieces of flattened parameters is right only if an element's update depends on nothing but that element.
@@ -155,6 +154,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "lr", "param_names")}
+        if settings.get("capturable"):
+            settings["capturable"] = False  # the same update, and the trial is on the CPU, which cannot capture
         try:
             with preserved_random_state(), torch.enable_grad():
                 whole, pieces = (
@@ -197,11 +198,10 @@ def _like(optimizer: Optimizer, params: list[nn.Parameter], settings: dict[str, 
     accepted = inspect.signature(type(optimizer).__init__).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
         accepted = settings  # type: ignore[assignment]
-    # A shallow copy of the user's object keeps what its class has added, where the constructor does not take the
-    # settings.
     try:
         return type(optimizer)([{**settings, "params": params}], **{k: v for k, v in settings.items() if k in accepted})
     except TypeError:
+        # The constructor does not take the settings; a shallow copy of the user's object keeps what its class has added.
         trial = copy.copy(optimizer)
         trial.state = defaultdict(dict)
         trial.param_groups = [{**settings, "params": params}]

@@ -2,12 +2,11 @@
 
 [Note: recording the order]
 At stage 3 a rank cannot know from its own forward what the others gather: it may have no samples, or take another
-branch.
-So one order is made once and holds for all. The lowest rank with samples runs its first micro-batch alone, and tells
-the others over the host each time it needs a unit; they gather with it, without computing. Values are the real ones,
-so that control flow that depends on data is right. Gradients are dropped, random state and buffers put back. What the
-run was missing is then filled in: a unit it did not use is gathered at its place by definition, and reduced, so that
-another rank may use it.
+branch. So one order is made once and holds for all. The lowest rank with samples runs its first micro-batch alone, and
+tells the others over the host each time it needs a unit; they gather with it, without computing. Values are the real
+ones, so that control flow that depends on data is right. Gradients are dropped, random state and buffers put back. What
+the run was missing is then filled in: a unit it did not use is gathered at its place by definition, and reduced, so
+that another rank may use it.
 
 [Note: running ahead]
 Recorded as it happens, a unit is gathered when it is needed. To overlap, a gather may be issued before it is needed,

@@ -60,6 +60,7 @@ class Stage:
         self._ready: set[Unit] = set()
         self._launched = 0
         self._reducing = False
+        self._to_launch: deque[tuple[FlatBuffer, Tensor]] = deque()
         self._in_flight: deque[tuple[Work, FlatBuffer, Tensor]] = deque()
         self.wait_s = 0.0  # seconds this process has waited for collectives
         self._pacing = list(self._pace_forward()) if device.is_emulated else []
@@ -96,6 +97,7 @@ class Stage:
 
     def begin_forward(self, training: bool) -> None:
         """Prepare for a forward (and, if training, its backward)."""
+        self.collector.begin_forward()
         self._ready.clear()
         self._launched = 0
 
@@ -120,7 +122,7 @@ class Stage:
         """Make all parameters whole on every rank. Collective at stage 3."""
 
     def reshard_all(self) -> None:
-        """Undo ``unshard_all``; what was written into the own shard stays. Collective at stage 3."""
+        """Undo ``unshard_all``; what was written into the own shard stays."""
 
     # One step.
 
@@ -165,6 +167,7 @@ class Stage:
     def clear_gradients(self) -> None:
         """Drop all gradients, of shards and on their way."""
         self.collector.clear()
+        self._to_launch.clear()
         for _, buffer in self.trainable_buffers():
             buffer.grad = None
 
@@ -207,15 +210,23 @@ class Stage:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        unit = self._order[self._launched]
+        self._launch(self._order[self._launched])
         self._launched += 1
-        self._launch(unit)
 
     def _launch(self, unit: Unit) -> None:
-        for buffer, full in self.collector.take(unit):
+        """Launch the unit's reductions.
+
+        Where memory runs out on the way, the next call goes on at the buffer that this one has come to: one collective
+        too few would shift all that follow.
+        """
+        if not self._to_launch:
+            self._to_launch.extend(self.collector.take(unit))
+        while self._to_launch:
             while self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
                 self._finish_oldest()
+            buffer, full = self._to_launch[0]
             self._in_flight.append((self._reduce(buffer, full), buffer, full))
+            self._to_launch.popleft()
 
     def _finish_oldest(self) -> None:
         work, buffer, full = self._in_flight.popleft()

@@ -95,14 +95,24 @@ class Stage3(Stage2):
             self._release(unit)
 
     def _issue_unshard(self, unit: Unit) -> None:
-        works = self._gathers.setdefault(unit, [])
+        self._gather(unit, self._memory_for(unit))
+
+    def _memory_for(self, unit: Unit) -> list[Tensor]:
+        """Return whole buffers with the own shards in place. Apart from ``_gather``, so that either all or none go out."""
+        wholes = []
         for buffer in unit.buffers:
-            if buffer.shard.numel() == buffer.padded_numel:
-                buffer.full = buffer.shard
-            elif buffer.full is None:
-                buffer.full = torch.empty(buffer.padded_numel, dtype=buffer.dtype, device=buffer.shard.device)
-                buffer.own(buffer.full).copy_(buffer.shard)
-            works.append(self.comm.all_gather(buffer.full, buffer.offsets, name=f"parameters of {unit.name}"))
+            full = buffer.shard if buffer.shard.numel() == buffer.padded_numel else buffer.full
+            if full is None:
+                full = torch.empty(buffer.padded_numel, dtype=buffer.dtype, device=buffer.shard.device)
+                buffer.own(full).copy_(buffer.shard)
+            wholes.append(full)
+        return wholes
+
+    def _gather(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
+        works = self._gathers.setdefault(unit, [])
+        for buffer, full in zip(unit.buffers, wholes, strict=True):
+            buffer.full = full
+            works.append(self.comm.all_gather(full, buffer.offsets, name=f"parameters of {unit.name}"))
         self._claims[unit] += 1
 
     def _wait(self, unit: Unit) -> None:
@@ -158,9 +168,10 @@ class Stage3(Stage2):
 
     def _advance_to(self, unit: Unit) -> None:
         if self._recorded is not None:
+            wholes = self._memory_for(unit)  # first: once told, the others wait
             self.comm.broadcast_object(("unshard", unit.index), self.comm.rank)
             self._recorded.append(Op("unshard", unit.index, in_backward=self._phase is Phase.BACKWARD))
-            self._issue_unshard(unit)
+            self._gather(unit, wholes)
             return
         order = self._orders[self._training]
         places = range(self._position, len(order))
@@ -192,15 +203,15 @@ class Stage3(Stage2):
     def _issue_next(self) -> None:
         op = self._orders[self._training][self._position]
         unit = self.units[op.unit]
-        self._position += 1
         if op.kind == "reduce":
-            self._ready.discard(unit)
             self._launch(unit)
-            return
-        self._issue_unshard(unit)
-        self._ahead.add(unit)
-        if op.until_backward:
-            self._held.add(unit)
+            self._ready.discard(unit)
+        else:
+            self._issue_unshard(unit)
+            self._ahead.add(unit)
+            if op.until_backward:
+                self._held.add(unit)
+        self._position += 1  # last: what memory ran out for is still to be issued
 
     def _launch_rest(self) -> None:
         """Issue the rest of the order as an idle rank does: gather and free, reduce what there is."""
@@ -216,6 +227,7 @@ class Stage3(Stage2):
     # One micro-step.
 
     def begin_forward(self, training: bool) -> None:
+        self.collector.begin_forward()
         self._phase = Phase.FORWARD
         self._training = training
         self._position = 0
@@ -242,6 +254,7 @@ class Stage3(Stage2):
         self._launch_rest()
 
     def abandon(self, is_last: bool) -> None:
+        self._release_everything()  # whatever failed, perhaps for want of memory, needs no parameters any more
         self._launch_rest()
 
     def _on_complete(self, unit: Unit) -> None:
@@ -303,18 +316,25 @@ class Stage3(Stage2):
     def _lead(self, training: bool, compute: Callable[[], None]) -> tuple[list[int], list[Op]]:
         self._recorded = []
         self.collector.discard = True
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         try:
             with preserved_random_state(), _ParameterReads(self._read):
                 compute()
             message: Any = (sorted(unit.index for unit in self._always), self._recorded)
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
+            self._always = self._always_agreed
             raise
         finally:
             with torch.no_grad():
-                for buffer, before in buffers:
+                for owner, name, buffer, before in buffers:
                     buffer.copy_(before)
+                    owner[name] = buffer  # forward may have put another one in its place
             self._recorded = None
             self.collector.discard = False
             self._release_everything()

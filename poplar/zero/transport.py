@@ -123,6 +123,7 @@ class NcclTransport:
         return [full[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
 
     def all_gather(self, full: Tensor, offsets: Sequence[int]) -> Work:
+        full, offsets = _as_real(full, offsets)
         views = self._views(full, offsets)
         if _equal_shards(offsets):
             work = self._all_gather(full, views[self.rank], group=self.group, async_op=True)
@@ -132,6 +133,7 @@ class NcclTransport:
         return work
 
     def reduce_scatter(self, full: Tensor, offsets: Sequence[int]) -> Work:
+        full, offsets = _as_real(full, offsets)
         views = self._views(full, offsets)
         if _equal_shards(offsets):
             work = self._reduce_scatter(views[self.rank], full, group=self.group, async_op=True)
@@ -199,6 +201,13 @@ def choose_transport(
 
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
+
+
+def _as_real(full: Tensor, offsets: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+    """Return a complex buffer as its real and imaginary parts in turn, since NCCL has no complex numbers."""
+    if not full.is_complex():
+        return full, offsets
+    return torch.view_as_real(full).view(-1), [2 * offset for offset in offsets]
 
 
 def _equal_shards(offsets: Sequence[int]) -> bool:

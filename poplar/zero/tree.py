@@ -55,7 +55,9 @@ def move_to(value: Any, device: torch.device) -> Any:
     """Return ``value`` with its tensors on ``device``; itself if they all are."""
     if all(tensor.device == device for tensor in tensors_in(value)):
         return value
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+    # Towards the CPU nothing would wait for the copy before the tensor is read.
+    non_blocking = device.type != "cpu"
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), value)
 
 
 def common_first_dimension(batch: Any) -> int:

@@ -47,36 +47,50 @@ def test_hybrid_sharding_equals_one_process(world_size: int, num_replicas: int) 
     run_ranks(_hybrid, world_size, num_replicas, timeout_s=110)
 
 
-# Repeatable: the same run twice is bitwise the same, dropout included.
+# Repeatable: the same run twice is bitwise the same, dropout included, and the same at every stage.
 
 
 class _Dropout(zoo.Plain):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("calls", torch.zeros(()))
+
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         for block in self.blocks:
             x = F.dropout(zoo.checkpointed(block, x), 0.3, self.training)
         return self.head(x)
 
 
 def _repeat(rank: int, world_size: int) -> None:
+    """Z41: every rank draws its own dropout. What stage 3 runs ahead to find its order draws and counts nothing."""
+    by_stage = []
     for stage in range(4):
         runs = []
         for _ in range(2):
             torch.manual_seed(rank)
-            model = _Dropout(3)
+            model = _Dropout().double()
             engine = poplar.initialize(model, adamw_two_groups(model), cross_entropy, zero_stage=stage)
             torch.manual_seed(100 + rank)
-            results = []
-            for step in range(3):
-                x, y = PLAIN.data(step)
-                results.append(engine.step(_own_rows(rank, world_size, (x.float(), y))))
-            runs.append((results, engine.full_state_dict()))
+            results = [engine.step(_own_rows(rank, world_size, PLAIN.data(step))) for step in range(3)]
+            runs.append((results, engine.full_state_dict(), torch.rand(1)))
             engine.close()
-        (first, weights), (second, again) = runs
+        (first, weights, draw), (second, again, _) = runs
         assert first == second, f"z{stage}: {first} then {second}"
         assert all(torch.equal(weights[name], again[name]) for name in weights), f"z{stage}"
+        own = len(_own_rows(rank, world_size, PLAIN.data(0)))
+        assert weights.pop("calls") == 3 * own, f"z{stage}: buffers were written {weights} times"
+        by_stage.append((first, weights, draw))
+    first, weights, draw = by_stage[0]
+    for stage, (others, others_weights, others_draw) in enumerate(by_stage):
+        assert torch.equal(draw, others_draw), f"z{stage} draws other random numbers than z0"
+        for got, want in zip(others, first, strict=True):
+            assert abs(got.loss - want.loss) < TOLERANCE * want.loss, f"z{stage}: {others}, z0 {first}"
+        for name, value in weights.items():
+            assert distance(others_weights[name], value) < TOLERANCE, f"z{stage} {name}"
 
 
-def test_a_repeated_run_is_bitwise_the_same() -> None:
+def test_a_repeated_run_is_bitwise_the_same_and_stages_share_dropout() -> None:
     run_ranks(_repeat, 3, timeout_s=60)
 
 

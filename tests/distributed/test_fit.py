@@ -12,7 +12,8 @@ import torch
 
 from poplar.errors import ConfigError, PlanMismatchError
 from poplar.plan import ClusterProfile, Plan, RankProfile
-from poplar.training import _Clock, _Loop, fit
+from poplar.training import fit
+from poplar.training_loop import Clock, Loop
 from poplar.zero.comm import ProcessGroupComm
 from tests.helpers import tiny_recipe
 from tests.helpers.spawn import RankFailure, run_ranks
@@ -74,7 +75,7 @@ def _fit_with_comparison(rank, world_size):
     )
     cut = []
 
-    class Watch(_Loop):
+    class Watch(Loop):
         def _log(self, step, result):
             cut.append((step, self.loader.plan.strategy))
             super()._log(step, result)
@@ -84,7 +85,7 @@ def _fit_with_comparison(rank, world_size):
     weights, seconds = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "profile", lambda *args, **settings: (profile,))
-        patch.setattr(training, "_Loop", Watch)
+        patch.setattr(training, "Loop", Watch)
         for compare_steps in (0, 3):
             result = fit(tiny_recipe.recipe, global_batch_size=11, steps=8, compare_steps=compare_steps, progress=False)
             weights.append(_weights(result))
@@ -143,7 +144,7 @@ def _leave_late(rank, world_size):
 
     with pytest.MonkeyPatch.context() as patch:
         ended = []
-        patch.setattr("torch.distributed.destroy_process_group", lambda: ended.append(time.time()))
+        patch.setattr("poplar.training.end_process_group", lambda: ended.append(time.time()))
         time.sleep(0.3 * rank)
         arrived = time.time()
         leave(ProcessGroupComm())
@@ -159,8 +160,8 @@ def test_no_rank_leaves_before_all_have_come():
 
 def test_the_clock_counts_whole_steps_of_one_kind(monkeypatch):
     now = iter([10.0, 12.0, 14.0, 20.0, 25.0, 31.0])
-    monkeypatch.setattr("poplar.training.time.perf_counter", lambda: next(now))
-    clock = _Clock()
+    monkeypatch.setattr("poplar.training_loop.time.perf_counter", lambda: next(now))
+    clock = Clock()
     assert clock.lap(0.0, by_plan=True, counts=True) != clock.lap(0.5, by_plan=True, counts=True) == 2.0
     assert clock.lap(1.0, by_plan=True, counts=False) == 2.0  # a smaller last batch
     clock.restart()

@@ -55,9 +55,9 @@ def _with(optimizer: type[torch.optim.Optimizer], **options: object) -> object:
 PLAIN = Case(name="plain", model=partial(zoo.Plain, 2), num_steps=5)
 TOKEN = Case(name="tokens", model=zoo.TiedAcross, data=tokens, num_steps=5)
 CASES = (
-    replace(PLAIN, name="sgd_momentum"),  # H01, H21, Z34, Z35, Z44, Z49
+    replace(PLAIN, name="sgd_momentum"),  # H01, H21, Z34, Z35, Z37, Z44, Z49
     replace(PLAIN, name="default_weight", weight=None),
-    replace(PLAIN, name="weight_is_a_tensor", weight=lambda batch: torch.tensor([len(batch[0])])),  # X18
+    replace(PLAIN, name="weight_is_a_tensor", weight=lambda batch: torch.tensor([len(batch[0])])),  # H03, X18
     replace(PLAIN, name="weight_is_an_int", weight=lambda batch: len(batch[0])),
     replace(PLAIN, name="sum", loss=_summed, reduction="sum"),  # H02
     replace(PLAIN, name="clipped", max_grad_norm=0.05),

@@ -229,7 +229,7 @@ def test_auto_takes_what_all_cards_have() -> None:
 
 
 def _clipping(rank: int, world_size: int) -> None:
-    """X06, X07, X10, X12: norms of any kind, and clipping by value, are those of one process at all stages."""
+    """X06, X07, X10, X11, X12: norms (before clipping), and clipping, are those of one process at all stages."""
     for norm_type in (2.0, float("inf"), 1.0):
         for max_value in (None, 0.01):
             torch.manual_seed(0)

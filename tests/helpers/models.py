@@ -172,6 +172,8 @@ CASES = (
     _case("primes", zoo.Primes),  # Z26
     _case("transposed", zoo.Transposed, optimizer=adamw_two_groups),
     _case("channels_last", zoo.ChannelsLast),
+    _case("complex", zoo.Complex, optimizer=adamw_two_groups, max_grad_norm=0.1),
+    _case("frozen_integers", zoo.FrozenIntegers),
     _case("functional_head", zoo.FunctionalHead, data=tokens),  # Z15
     _case("foreign_weight", zoo.ForeignWeight),  # Z15
     _case("asked_for_dtype", zoo.AskedForDtype),

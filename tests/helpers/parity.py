@@ -40,7 +40,8 @@ def distance(got: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of what is expected."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return float("inf")
-    got, expected = got.double(), expected.double()
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    got, expected = got.to(wide), expected.to(wide)
     return ((got - expected).norm() / expected.norm().clamp_min(SMALLEST_NORM)).item()
 
 

@@ -31,7 +31,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
 def dataset(num_samples: int = NUM_SAMPLES) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(num_samples, 6, generator=generator)
-    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) / 2)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,5 +61,6 @@ recipe = Recipe(
     eval_dataset=lambda: dataset(7),
     scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
 )
+without_schedule = Recipe(model=Regressor, optimizer=sgd, loss=loss, dataset=dataset, eval_dataset=lambda: dataset(7))
 broken_loss = Recipe(model=Regressor, optimizer=sgd, loss=fails_on_rank_1, dataset=dataset)
 no_parameters = Recipe(model=NoParameters, optimizer=sgd_of_nothing, loss=loss, dataset=dataset)

@@ -349,6 +349,25 @@ class ChannelsLast(nn.Module):
         return x.mean((2, 3))
 
 
+class Complex(Plain):
+    """A complex parameter, which keeps its dtype when the model is made float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128) / 3)
+        self.blocks[0].register_forward_hook(lambda module, args, out: out + (torch.fft.fft(out) * module.phase).abs())
+
+
+class FrozenIntegers(Plain):
+    """Parameters that can only be frozen: integers and booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].order = nn.Parameter(torch.arange(WIDTH).flip(0), requires_grad=False)
+        self.blocks[0].mask = nn.Parameter(torch.arange(WIDTH) % 3 > 0, requires_grad=False)
+        self.blocks[0].register_forward_hook(lambda module, args, out: (out * module.mask)[:, module.order])
+
+
 # Parameters read in unusual places.
 
 
@@ -470,7 +489,7 @@ class SideOutput(Plain):
 
 
 class Buffers(Plain):
-    """Buffers that are read, a counter that is written, and one that is not saved."""
+    """Buffers that are read: one that is not saved, one whose memory is not in row order."""
 
     def __init__(self):
         super().__init__()

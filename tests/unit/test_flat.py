@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import poplar
 from poplar.zero.flat import ALIGNMENT_BYTES, NO_GROUP, FlatBuffer, dense_stride, shard_offsets
 from poplar.zero.transport import NcclTransport
 
@@ -54,6 +56,12 @@ def test_equal_ratios_give_equal_shards_and_pad_less_than_one_element_a_rank(
     sizes = {stop - start for start, stop in zip(offsets, offsets[1:], strict=False)}
     assert offsets[0] == 0 and len(offsets) == world_size + 1 and len(sizes) == 1
     assert numel <= offsets[-1] < numel + world_size
+
+
+def test_the_documentation_says_how_shards_are_cut() -> None:
+    """H13."""
+    text = (Path(poplar.__file__).parents[1] / "docs" / "zero.md").read_text()
+    assert "Shards are equal unless `shard_ratios` says otherwise" in text
 
 
 @quick

@@ -6,7 +6,7 @@ import gc
 import json
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -188,17 +188,18 @@ def _largest(device: FakeDevice, zero_stage: int = 0, **settings: Any) -> RankPr
     return poplar.profile(make_recipe(), zero_stage=zero_stage, device=device, comm=EchoComm(0, 2), **settings).ranks[0]
 
 
-def _peaks(zero_stage: int = 0) -> dict[int, int]:
+def _peaks(zero_stage: int, sizes: Iterable[int]) -> dict[int, int]:
     """Return the peak bytes by size where memory is plenty."""
-    return dict(_largest(FakeDevice(), zero_stage).memory_points)
+    recipe, device = make_recipe(), FakeDevice()
+    settings = EngineSettings(recipe=recipe, precision="fp32")
+    probe = RankProbe(settings, ProbeBatches(recipe, device), zero_stage, (0, 2), device)
+    peaks = {size: probe.trial(size) for size in sizes}
+    probe.close()
+    return {size: peak for size, peak in peaks.items() if peak is not None}
 
 
 def test_the_largest_that_fits_is_that_of_trying_every_size() -> None:
-    recipe, device = make_recipe(), FakeDevice()
-    settings = EngineSettings(recipe=recipe, precision="fp32")
-    probe = RankProbe(settings, ProbeBatches(recipe, device), 0, (0, 2), device)
-    peaks = {size: probe.trial(size) for size in range(1, 65)}
-    probe.close()
+    peaks = _peaks(0, range(1, 65))
     for limit in range(peaks[1], peaks[64], (peaks[64] - peaks[1]) // 4):
         fitting = [size for size, peak in peaks.items() if peak <= limit]
         # Every further micro-step of a step keeps a number: its loss.
@@ -207,6 +208,16 @@ def test_the_largest_that_fits_is_that_of_trying_every_size() -> None:
         assert all(peaks[size] == peak for size, peak in found.memory_points)
     margin = _largest(FakeDevice(peaks[64]), memory_margin=0.02)
     assert margin.max_micro_batch_size == max(size for size, peak in peaks.items() if peak <= int(0.98 * peaks[64]))
+
+
+def test_where_memory_is_no_question_sizes_are_timed_and_not_tried() -> None:
+    found = _largest(FakeDevice())
+    assert found.max_micro_batch_size == 64 and [size for size, _ in found.memory_points] == [1, 2]
+    assert [size for size, _ in found.points] == [1, 2, 4, 8, 16, 32, 64]
+    # Running out of memory against all expectation is met there too.
+    recipe = make_recipe(before_loss=out_of_memory_from(11))
+    bounded = poplar.profile(recipe, zero_stage=0, device=FakeDevice(), comm=EchoComm(0, 2), **_QUICK)
+    assert bounded.ranks[0].max_micro_batch_size == 10
 
 
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
@@ -226,7 +237,7 @@ def test_state_by_arithmetic_is_the_state_that_is_held(zero_stage: int) -> None:
 
 def test_memory_share_and_ballast_shrink_the_largest_batch() -> None:
     """H09: a share of the memory; H10: memory that something else in this process holds."""
-    memory_bytes = _peaks()[64]
+    memory_bytes = _peaks(0, [64])[64]
     whole = _largest(FakeDevice(memory_bytes)).max_micro_batch_size
     assert whole == 64
     assert 0 < _largest(FakeDevice(memory_bytes, memory_fraction=0.95)).max_micro_batch_size < whole
@@ -243,7 +254,7 @@ def test_memory_share_and_ballast_shrink_the_largest_batch() -> None:
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 def test_the_size_found_trains(zero_stage: int) -> None:
     """P02: with clipping, accumulation and evaluation, in the very memory that it was found in."""
-    memory_bytes = _peaks(zero_stage)[64]
+    memory_bytes = _peaks(zero_stage, [64])[64]
     recipe = make_recipe(eval_dataset=lambda: None)
     arguments: dict[str, Any] = {"zero_stage": zero_stage, "comm": EchoComm(0, 2), "max_grad_norm": 1.0}
     device = FakeDevice(memory_bytes)
@@ -359,8 +370,9 @@ def test_a_card_where_no_sample_fits_is_told_with_figures() -> None:
     tight = FakeDevice(4 * _P + 10_000)
     small = poplar.profile(make_recipe(), zero_stage=0, device=tight, comm=EchoComm(0, 2), **_QUICK)
     assert "MiB" in small.notes[0] and "not one sample fits" in small.notes[0]
-    with pytest.raises(InfeasiblePlanError, match="not one sample fits on any card at stage 0"):
+    with pytest.raises(InfeasiblePlanError, match="not one sample fits on any card at stage 0") as caught:
         poplar.allocate(small, 8)
+    assert small.notes[0] in str(caught.value)
 
 
 def test_state_that_cannot_fit_is_ruled_out_before_anything_is_allocated() -> None:
