@@ -31,7 +31,7 @@ from poplar.config import REDUCTIONS, Batch
 from poplar.errors import CommunicationError, ConfigError, ModelError, NonFiniteError
 from poplar.zero.build import Layout, build, layout_signature
 from poplar.zero.clip import check_norm_type, clip_coefficient, global_norm, local_norm_part
-from poplar.zero.comm import check_same, raise_failure
+from poplar.zero.comm import check_same, raise_failure, raise_together
 from poplar.zero.debug import CheckedComm, check_replicas
 from poplar.zero.optimizer import whole_states
 from poplar.zero.precision import LossScale, PoplarWarning
@@ -248,7 +248,7 @@ class Engine:
         """Decide together what becomes of the step, and do it."""
         stage = self._stage
         try:
-            stage.finish_reductions()
+            self._finish_reductions(tally)
             self.device.mark()
             rows = self._report(tally)
             if any(row[1] for row in rows):
@@ -270,6 +270,13 @@ class Engine:
         self._take_note(result, [row[2] for row in rows])
         return result
 
+    def _finish_reductions(self, tally: _Tally) -> None:
+        try:
+            self._stage.finish_reductions()
+        except Exception as error:  # no memory for a shard's gradient, say: the others are about to vote
+            _note_failure(tally, error)
+            self._stage.finish_reductions()
+
     def _report(self, tally: _Tally) -> list[list[float]]:
         """Return each rank's (failed, late units, loss, part of the norm)."""
         grads = [g for _, buffer in self._stage.trainable_buffers() if (g := buffer.owned_grad()) is not None]
@@ -287,7 +294,16 @@ class Engine:
                 buffer.grad.mul_(coefficient)
             if settings.max_grad_value is not None:
                 buffer.grad.clamp_(-settings.max_grad_value, settings.max_grad_value)
-        self._binding.step()
+        problem: Exception | None = None
+        try:
+            self._binding.step()
+        except Exception as error:
+            problem = error
+        if self.num_steps == 0:
+            # The optimizer makes its state now, and may run out of memory on one rank alone.
+            raise_together(self.comm, problem, "failed in the optimizer's first step")
+        elif problem is not None:
+            raise problem
         for _, buffer in self._stage.trainable_buffers():
             if buffer.master is not buffer.shard:
                 buffer.shard.copy_(buffer.master)

@@ -97,7 +97,13 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
             print(describe_plan(plan, measured), end="\n\n", flush=True)
         engine = _build(recipe, config, plan, comm, device)
         loader = PlannedLoader(
-            dataset, plan, comm.rank, recipe.collate, seed=config.seed, num_workers=config.num_workers
+            dataset,
+            plan,
+            comm.rank,
+            recipe.collate,
+            seed=config.seed,
+            num_workers=config.num_workers,
+            pin_memory=device.torch_device.type == "cuda",  # so that a micro-batch's copy overlaps with compute
         )
         loop = Loop(recipe, config, engine, loader, files, _equal_split(plan, measured, config))
         # An emulated card has the memory of a card: going over it is an error here too.

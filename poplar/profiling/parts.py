@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from poplar.config import Batch, Recipe
@@ -138,6 +139,10 @@ class LossWatch:
 
 def give_back(device: Device) -> None:
     """Free what nobody holds any more."""
+    # After an error in backward, autograd's queue of this thread still holds the nodes and gradients that were next;
+    # another backward clears it.
+    with torch.enable_grad(), device.uncounted():
+        torch.zeros((), requires_grad=True).clone().backward()
     # Autograd's graph is invisible to the collector: what it kept alive is garbage only once it is gone.
     before = None
     while before != device.allocated_bytes():

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 AGREEMENT = 0.1
 """Runs that differ by no more than this share agree."""
 MIN_REPEATS = 3
+MIN_TO_LEAVE_OUT = 5
+"""Of fewer runs even the outermost count in the spread: a few may agree by chance."""
 MAX_REPEATS = 9
 MAX_WARM_UP = 10
 
@@ -26,7 +28,7 @@ class Timing:
     seconds: float
     """Median after the warm-up."""
     spread: float
-    """Width of the middle half, as a share of the median; 0 for a single run."""
+    """Width of the middle half, of fewer than 5 runs that of all, as a share of the median."""
     num_repeats: int
     """Runs that count."""
     is_warm: bool
@@ -49,10 +51,10 @@ def summarize(runs_s: Sequence[float]) -> Timing:
     start = next(agreeing, None)
     counted = sorted(runs_s[len(runs_s) // 2 if start is None else start :])
     median_s = statistics.median(counted)
-    spread = 0.0
-    if len(counted) > 1 and median_s > 0:
+    lower, upper = counted[0], counted[-1]
+    if len(counted) >= MIN_TO_LEAVE_OUT:
         lower, _, upper = statistics.quantiles(counted, n=4, method="inclusive")
-        spread = (upper - lower) / median_s
+    spread = (upper - lower) / median_s if median_s > 0 else 0.0
     return Timing(seconds=median_s, spread=spread, num_repeats=len(counted), is_warm=start is not None)
 
 

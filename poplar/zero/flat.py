@@ -2,7 +2,7 @@
 
     index        0         a         b              numel  padded_numel
     full         | weight  | bias    | scalar | ... |  pad |       one 1D buffer per (unit, dtype, requires_grad)
-    offsets      0            o1           o2          o3          rank r owns [offsets[r], offsets[r + 1]), cut anywhere
+    offsets      0            o1           o2          o3          rank r owns [offsets[r], offsets[r + 1]): any cut
 
 Parameters are ordered by optimizer group, so that what one rank owns of one group is one piece: the optimizer runs over
 few long tensors. Names, odd sizes, scalars, empty and tiny parameters, mixed dtypes, frozen parameters and loading at

@@ -201,7 +201,7 @@ def _like(optimizer: Optimizer, params: list[nn.Parameter], settings: dict[str, 
     try:
         return type(optimizer)([{**settings, "params": params}], **{k: v for k, v in settings.items() if k in accepted})
     except TypeError:
-        # The constructor does not take the settings; a shallow copy of the user's object keeps what its class has added.
+        # The constructor does not take the settings; a shallow copy of the user's object keeps what its class added.
         trial = copy.copy(optimizer)
         trial.state = defaultdict(dict)
         trial.param_groups = [{**settings, "params": params}]

@@ -98,7 +98,7 @@ class Stage3(Stage2):
         self._gather(unit, self._memory_for(unit))
 
     def _memory_for(self, unit: Unit) -> list[Tensor]:
-        """Return whole buffers with the own shards in place. Apart from ``_gather``, so that either all or none go out."""
+        """Return whole buffers with the own shards in place. Before ``_gather``, so that all of them go out or none."""
         wholes = []
         for buffer in unit.buffers:
             full = buffer.shard if buffer.shard.numel() == buffer.padded_numel else buffer.full

@@ -16,8 +16,8 @@ from poplar.device import Device
 from poplar.zero.comm import LoopbackComm
 
 WIDTH = 64
-HIDDEN = 512
-STATE_PARAMETERS = WIDTH * HIDDEN + HIDDEN + HIDDEN * WIDTH + WIDTH
+HIDDEN = 256
+STATE_PARAMETERS = 2 * (WIDTH * HIDDEN + HIDDEN + HIDDEN * WIDTH + WIDTH)
 
 
 class FakeDevice(Device):
@@ -93,7 +93,9 @@ class RaisesInBackward(torch.autograd.Function):
 
 
 def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+    """Return four units, none of which holds half of the model."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(2)]
+    return nn.Sequential(*layers[0], *layers[1])
 
 
 def build_adam(model: nn.Module) -> torch.optim.Optimizer:

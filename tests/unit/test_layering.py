@@ -25,6 +25,7 @@ _RUNNING_MODULES = {
     "poplar.self_test",
     "poplar.startup",
     "poplar.training",
+    "poplar.training_loop",
 }
 _COLLECTIVES = {
     "P2POp",

@@ -250,7 +250,6 @@ def test_memory_share_and_ballast_shrink_the_largest_batch() -> None:
     assert device.allocated_bytes() == 4 * ballast.numel()
 
 
-@pytest.mark.filterwarnings("ignore:unit 0 holds")
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
 def test_the_size_found_trains(zero_stage: int) -> None:
     """P02: with clipping, accumulation and evaluation, in the very memory that it was found in."""
