@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from poplar.device import Device
 from poplar.errors import ModelError, ScheduleError, StepError
 from poplar.rng import preserved_random_state
-from poplar.zero.comm import Communicator, Work
+from poplar.zero.comm import Communicator, Work, raise_together
 from poplar.zero.flat import FlatBuffer
 from poplar.zero.schedule import Op, complete_order
 from poplar.zero.stage2 import Stage2
@@ -84,7 +84,7 @@ class Stage3(Stage2):
 
     def unshard_all(self) -> None:
         for unit in self.units:
-            self._issue_unshard(unit)
+            self._unshard_together(unit)
             self._wait(unit)
 
     def reshard_all(self) -> None:
@@ -96,6 +96,17 @@ class Stage3(Stage2):
 
     def _issue_unshard(self, unit: Unit) -> None:
         self._gather(unit, self._memory_for(unit))
+
+    def _unshard_together(self, unit: Unit) -> None:
+        """Gather a unit where no vote follows that could tell of a rank without memory for it. Collective."""
+        wholes: list[Tensor] = []
+        problem: Exception | None = None
+        try:
+            wholes = self._memory_for(unit)
+        except Exception as error:
+            problem = error
+        raise_together(self.comm, problem, f"could not gather {unit.name}")
+        self._gather(unit, wholes)
 
     def _memory_for(self, unit: Unit) -> list[Tensor]:
         """Return whole buffers with the own shards in place. Before ``_gather``, so that all of them go out or none."""
@@ -168,10 +179,9 @@ class Stage3(Stage2):
 
     def _advance_to(self, unit: Unit) -> None:
         if self._recorded is not None:
-            wholes = self._memory_for(unit)  # first: once told, the others wait
             self.comm.broadcast_object(("unshard", unit.index), self.comm.rank)
             self._recorded.append(Op("unshard", unit.index, in_backward=self._phase is Phase.BACKWARD))
-            self._gather(unit, wholes)
+            self._unshard_together(unit)
             return
         order = self._orders[self._training]
         places = range(self._position, len(order))
@@ -343,12 +353,18 @@ class Stage3(Stage2):
         return message
 
     def _follow(self, leader: int) -> tuple[list[int], list[Op]] | str:
+        problem: Exception | None = None
         while True:
             kind, value = self.comm.broadcast_object(None, leader)
             if kind == "end":
+                if problem is not None:
+                    raise problem
                 return value
-            self._issue_unshard(self.units[value])
-            self._release(self.units[value])
+            try:
+                self._unshard_together(self.units[value])
+                self._release(self.units[value])
+            except Exception as error:  # the leader has been told, and is about to end
+                problem = error
 
     def _read(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:

@@ -15,7 +15,14 @@ from poplar.plan import ClusterProfile
 from poplar.profiling import collectives as profiler_collectives
 from poplar.profiling.parts import ProbeBatches
 from poplar.zero.comm import ProcessGroupComm
-from tests.helpers.profiling import STATE_PARAMETERS, FakeDevice, build_model, make_recipe, out_of_memory_from
+from tests.helpers.profiling import (
+    STATE_PARAMETERS,
+    FakeDevice,
+    ScriptedClock,
+    build_model,
+    make_recipe,
+    out_of_memory_from,
+)
 from tests.helpers.spawn import run_ranks
 
 _P = 4 * STATE_PARAMETERS
@@ -140,9 +147,11 @@ def test_make_plan_is_the_same_everywhere_and_trains() -> None:
 
 def _outgrow_among_others(rank: int, world_size: int) -> ClusterProfile:
     """Rank 1 runs out of memory above 5 samples, but only once it does not run alone."""
-    device = FakeDevice()
+    clock = ScriptedClock(lambda size, number: 0.01 * size)
+    device = FakeDevice(clock=clock)
 
     def fail(size: int) -> None:
+        clock.pass_time(size)
         if rank == 1 and not device.alone and size > 5:
             raise torch.OutOfMemoryError("buffers of the collectives")
 
