@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from poplar.config import PRECISIONS, ZERO_STAGES, debug_from_environment
 from poplar.device import Device, current_device
@@ -125,7 +128,14 @@ def _warn_of_surprises(engine: Engine) -> None:
     if any(isinstance(module, _BatchNorm) and not _is_synchronised(module) for module in engine.module.modules()):
         warnings.warn(
             "batch normalisation uses the statistics of each rank's own micro-batch, so results depend on the split; "
-            "use torch.nn.SyncBatchNorm on GPUs, or another normalisation",
+            "use another normalisation (torch.nn.SyncBatchNorm waits for ever where a rank has no samples)",
+            PoplarWarning,
+            stacklevel=3,
+        )
+    if any(_has_spectral_norm(module) for module in engine.module.modules()):
+        warnings.warn(
+            "spectral_norm goes on with its power iteration in every forward, on each rank by its own number of "
+            "micro-batches, so results depend on the split",
             PoplarWarning,
             stacklevel=3,
         )
@@ -144,9 +154,19 @@ def _check_values(model: nn.Module, settings: StepSettings, alone: bool) -> None
                 "its weight, on each rank those rows that its own samples use; set max_norm to None, and renormalise "
                 "between steps inside `with engine.unsharded():`"
             )
+    for name, param in model.named_parameters():
+        if isinstance(param, UninitializedParameter):
+            raise ModelError(f"{name} has no shape yet; run the model on a sample before initialize()")
+        if param.layout is not torch.strided:
+            raise ModelError(f"{name} has the layout {param.layout}; flat buffers hold dense parameters, make it one")
     complex_name = next((name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad), None)
     if settings.max_grad_value is not None and complex_name is not None:
         raise ConfigError(f"max_grad_value cannot clip {complex_name}, which is complex; use max_grad_norm")
+
+
+def _has_spectral_norm(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values()]
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def _is_synchronised(module: nn.Module) -> bool:

@@ -66,6 +66,7 @@ class Stage3(Stage2):
         self._ahead: set[Unit] = set()  # gathered before they were needed
         self._used: set[Unit] = set()  # needed in this forward
         self._open: list[Unit] = []  # in backward: whole, with frozen parameters, so that completion does not show
+        self._completed: set[Unit] = set()  # of those: have all the gradients that they are expected to get
         self._depth = dict.fromkeys(self.units, 0)  # modules of the unit that are running
         self._gathers: dict[Unit, list[Work]] = {}
         self._buffer_at: dict[int, tuple[Unit, FlatBuffer]] = {}  # by address of the whole buffer's storage
@@ -270,6 +271,7 @@ class Stage3(Stage2):
     def _on_complete(self, unit: Unit) -> None:
         self.device.pace()
         self._ready.add(unit)
+        self._completed.add(unit)
         if self._recorded is not None:
             self._recorded.append(Op("reduce", unit.index))
             self.collector.restart(unit)
@@ -279,11 +281,12 @@ class Stage3(Stage2):
 
     def _close_frozen(self, before: Unit) -> None:
         """Release units whose completion does not show, once backward has moved on to another unit."""
-        for unit in [u for u in self._open if u is not before and self.collector.is_complete(u)]:
+        for unit in [u for u in self._open if u is not before and (u in self._completed or not u.trainable_buffers)]:
             self._open.remove(unit)
             self._release(unit)
         if before.has_frozen and before not in self._open:
             self._open.append(before)
+            self._completed.discard(before)
 
     def agree_on_order(self) -> None:
         """Nothing to do: the recorded order has the reductions in it."""

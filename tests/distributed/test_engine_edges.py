@@ -157,6 +157,16 @@ def _self_writing(rank: int, world_size: int) -> None:
         else:
             _raises(ModelError, "max_norm=1.0", partial(alone, precision="bf16"))
             alone().close()
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    sparse = nn.Linear(6, 3)
+    sparse.weight = nn.Parameter(sparse.weight.detach().to_sparse())
+    for model, text in ((lazy, "0.weight has no shape yet"), (sparse, "weight has the layout torch.sparse_coo")):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        _raises(ModelError, text, partial(poplar.initialize, model, optimizer, cross_entropy))
+    for wrap in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        model = nn.Sequential(wrap(nn.Linear(zoo.WIDTH, zoo.CLASSES)))
+        with pytest.warns(PoplarWarning, match="spectral_norm goes on with its power iteration in every forward"):
+            poplar.initialize(model, sgd(model), cross_entropy).close()
     mixed = zoo.Complex()
     text = "max_grad_value cannot clip blocks.0.phase, which is complex"
     _raises(ConfigError, text, partial(poplar.initialize, mixed, sgd(mixed), cross_entropy, max_grad_value=1.0))

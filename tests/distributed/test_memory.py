@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,3 +104,80 @@ def test_bytes_of_model_state_are_those_of_zero(world_size: int, ratios: list[fl
 def param_share(stage: int, param_bytes: float, share: float) -> float:
     """Return the bytes of gradients that a stage keeps from micro-step to micro-step; at stages 0 and 1, for ever."""
     return 0.0 if stage < 2 else param_bytes * share
+
+
+def _measure_frozen(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Return the peak of a step at stage 3, the bytes held between steps, and those of the largest unit."""
+    meter = MemoryMeter()
+    with meter:
+        torch.manual_seed(0)
+        model = _Model()
+        for block in model.blocks:  # of each block, all is frozen but one layer
+            block[1:].requires_grad_(False)
+        optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+        engine = poplar.initialize(model, optimizer, lambda m, batch: F.mse_loss(m(batch), batch), zero_stage=3)
+        own = [torch.ones(1, WIDTH)] * 2
+        engine.step(own)
+        held = meter.live_bytes
+        meter.reset_peak()
+        engine.step(own)
+        unit_bytes = max(sum(b.padded_numel * 4 for b in unit.buffers) for unit in engine.units)
+    engine.close()
+    return meter.peak_bytes, held, unit_bytes
+
+
+def test_frozen_units_are_freed_as_backward_moves_on() -> None:
+    """Nothing tells that a frozen part is done with; kept to the end of backward, all of the model would be whole."""
+    for peak, held, unit in run_ranks(_measure_frozen, 2, timeout_s=60):
+        assert peak <= held + 4 * unit + 8192, f"{(peak - held) / unit:.1f} units above what is held between steps"
+
+
+class _AtBackward(torch.autograd.Function):
+    """Calls ``note`` when backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return grad, None
+
+
+class _Skipping(_Model):
+    uses: tuple[int, ...] = tuple(range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.uses:
+            x = torch.tanh(self.blocks[index](x))
+        return x * self.scale
+
+
+def _measure_skipped(rank: int, world_size: int) -> tuple[int, int]:
+    """Return what a rank that uses two blocks of eight holds as its backward begins, over what it holds at rest."""
+    meter = MemoryMeter()
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return _AtBackward.apply(F.mse_loss(model(batch), batch), lambda: seen.append(meter.live_bytes))
+
+    with meter:
+        torch.manual_seed(0)
+        model = _Skipping()
+        engine = poplar.initialize(model, torch.optim.AdamW(model.parameters()), loss, zero_stage=3)
+        own = [torch.ones(1, WIDTH)]
+        engine.step(own)
+        model.uses = (0, NUM_BLOCKS - 1) if rank == 1 else _Skipping.uses
+        held = meter.live_bytes
+        engine.step(own)
+        unit_bytes = max(sum(b.padded_numel * 4 for b in unit.buffers) for unit in engine.units)
+    engine.close()
+    return seen[-1] - held, unit_bytes
+
+
+def test_what_was_gathered_for_other_ranks_alone_is_freed_before_backward() -> None:
+    """The last block, and the next one ahead; on the rank that skips six others as on the one that uses all."""
+    for extra, unit in run_ranks(_measure_skipped, 2, timeout_s=60):
+        assert extra <= 2 * unit + 8192, f"{extra / unit:.1f} units"
