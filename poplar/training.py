@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from poplar.allocator import allocate
 from poplar.config import ZERO_STAGES, Recipe
-from poplar.device import Device
+from poplar.device import Device, is_out_of_memory
 from poplar.emulation import start_device
 from poplar.engine import Engine
 from poplar.errors import ConfigError, InfeasiblePlanError
@@ -108,7 +108,7 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
         loop = Loop(recipe, config, engine, loader, files, _equal_split(plan, measured, config))
         # An emulated card has the memory of a card: going over it is an error here too.
         with device.metered(engine.module, engine.optimizer) if device.is_emulated else nullcontext():
-            loop.run()
+            _run(loop)
         result = _result(loop, measured)
         if show:
             print(_closing(result), flush=True)
@@ -229,6 +229,21 @@ def _equal_split(plan: Plan, profile: ClusterProfile | None, config: FitConfig) 
         return None
     same = [row.micro_batch_sizes for row in equal.ranks] == [row.micro_batch_sizes for row in plan.ranks]
     return None if same else equal
+
+
+def _run(loop: Loop) -> None:
+    """Run the loop; say of an out-of-memory what to change."""
+    try:
+        loop.run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        rank = loop.engine.comm.rank
+        largest = max(loop.plan.ranks[rank].micro_batch_sizes, default=0)
+        raise InfeasiblePlanError(
+            f"rank {rank} cannot train with micro-batches of up to {largest}: {error}; give it smaller ones, or "
+            "let them be chosen"
+        ) from error
 
 
 def _result(loop: Loop, measured: ClusterProfile | None) -> FitResult:

@@ -84,12 +84,21 @@ def test_profiles_are_written_kept_and_planned_from(capfd, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("recipe", "settings", "says"),
     [
-        ("recipe", ["--global-batch-size", "45"], "the data set has 44 samples, fewer than one global batch of 45"),
-        ("no_parameters", ["--global-batch-size", "4"], "has no parameters"),
+        (
+            f"{_RECIPES}:recipe",
+            ["--nproc", "2", "--global-batch-size", "45"],
+            "44 samples, fewer than one global batch",
+        ),
+        (f"{_RECIPES}:no_parameters", ["--nproc", "2", "--global-batch-size", "4"], "has no parameters"),
+        (
+            "poplar.recipes.bytes_gpt:recipe",
+            ["--emulate", "t4-16g", "--micro-batch-sizes", "90", "--steps", "2"],
+            "rank 0 cannot train with micro-batches of up to 90: ",
+        ),
     ],
 )
 def test_bad_recipes_end_every_rank_with_one_line(capfd, recipe, settings, says):
-    exit_code, out, err = _poplar(capfd, "train", f"{_RECIPES}:{recipe}", "--nproc", "2", *settings)
+    exit_code, out, err = _poplar(capfd, "train", recipe, *settings)
     assert exit_code == 1
     lines = [line for line in err.splitlines() if not line.startswith("profiling ")]
     assert len(lines) == 1 and lines[0].startswith("poplar: error: ") and says in lines[0], err
