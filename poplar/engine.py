@@ -219,7 +219,7 @@ class Engine:
         except Exception as error:
             # The others are waiting in this micro-step's collectives: complete them, and tell at the end of the step.
             _note_failure(tally, error)
-            stage.abandon(is_last=True)
+            stage.abandon()
 
     def _train_on(self, tally: _Tally, batch: Batch, factor: float, is_last: bool) -> None:
         stage = self._stage

@@ -7,7 +7,7 @@
       begin_backward(is_last)
       loss.backward()                  collects gradients, launches reductions of complete units
       end_backward()                   launches the rest
-      (or idle_micro_step(is_last), or abandon(is_last) after an exception)
+      (or idle_micro_step(is_last), or abandon() after an exception)
     finish_reductions()                every reduction is in ``buffer.grad``
     (clip, optimizer.step())
     publish()                          updated shards reach the other ranks
@@ -144,9 +144,9 @@ class Stage:
             self.begin_backward(is_last)
             self._launch_rest()
 
-    def abandon(self, is_last: bool) -> None:
-        """Complete the collectives of a micro-step that an exception has ended on this rank."""
-        self._reducing = self._reducing or self.reduces_every_micro_step or is_last
+    def abandon(self) -> None:
+        """Complete the collectives of a micro-step that an exception has ended on this rank; no other follows it."""
+        self._reducing = True
         self._launch_rest()
 
     def finish_reductions(self) -> None:

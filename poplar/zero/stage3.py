@@ -264,7 +264,7 @@ class Stage3(Stage2):
         self.collector.begin_backward()
         self._launch_rest()
 
-    def abandon(self, is_last: bool) -> None:
+    def abandon(self) -> None:
         self._release_everything()  # whatever failed, perhaps for want of memory, needs no parameters any more
         self._launch_rest()
 

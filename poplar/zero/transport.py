@@ -51,7 +51,24 @@ class Messages:
             then()
 
 
-class GlooTransport:
+class _GroupTransport:
+    """What both libraries' own calls do well: a sum everywhere, and a copy of one rank's tensor."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_reduce(self, full: Tensor) -> Work:
+        work = dist.all_reduce(full, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        dist.broadcast(tensor, group=self.group, group_src=src)
+
+
+class GlooTransport(_GroupTransport):
     """gloo by point-to-point messages, straight into views of the flat buffer.
 
     On CPU this is 1.3 to 5 times faster than gloo's own all-gather and reduce-scatter, takes unequal shards without
@@ -59,9 +76,7 @@ class GlooTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        super().__init__(group)
         # Everyone begins with its right neighbour, so that no rank is everybody's first target.
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
@@ -99,25 +114,9 @@ class GlooTransport:
 
         return Messages(requests, add_in_rank_order)
 
-    def all_reduce(self, full: Tensor) -> Work:
-        work = dist.all_reduce(full, group=self.group, async_op=True)
-        assert work is not None
-        return work
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        dist.broadcast(tensor, group=self.group, group_src=src)
-
-
-class NcclTransport:
+class NcclTransport(_GroupTransport):
     """NCCL's native collectives; its list calls where shards are unequal."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        # torch 2.13 renamed the single-tensor calls and warns at the old names.
-        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def _views(self, full: Tensor, offsets: Sequence[int]) -> list[Tensor]:
         return [full[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
@@ -126,7 +125,7 @@ class NcclTransport:
         full, offsets = _as_real(full, offsets)
         views = self._views(full, offsets)
         if _equal_shards(offsets):
-            work = self._all_gather(full, views[self.rank], group=self.group, async_op=True)
+            work = dist.all_gather_single(full, views[self.rank], group=self.group, async_op=True)
         else:
             work = dist.all_gather(views, views[self.rank], group=self.group, async_op=True)
         assert work is not None
@@ -136,19 +135,11 @@ class NcclTransport:
         full, offsets = _as_real(full, offsets)
         views = self._views(full, offsets)
         if _equal_shards(offsets):
-            work = self._reduce_scatter(views[self.rank], full, group=self.group, async_op=True)
+            work = dist.reduce_scatter_single(views[self.rank], full, group=self.group, async_op=True)
         else:
             work = dist.reduce_scatter(views[self.rank], views, group=self.group, async_op=True)
         assert work is not None
         return work
-
-    def all_reduce(self, full: Tensor) -> Work:
-        work = dist.all_reduce(full, group=self.group, async_op=True)
-        assert work is not None
-        return work
-
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        dist.broadcast(tensor, group=self.group, group_src=src)
 
 
 class HostStagedTransport:

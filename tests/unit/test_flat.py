@@ -91,7 +91,8 @@ def test_only_skewed_shards_leave_the_native_collectives(
 
     transport = NcclTransport.__new__(NcclTransport)
     transport.group, transport.rank, transport.world_size = None, 1, 3  # type: ignore[assignment]
-    transport._all_gather = transport._reduce_scatter = record("native")
+    monkeypatch.setattr("torch.distributed.all_gather_single", record("native"))
+    monkeypatch.setattr("torch.distributed.reduce_scatter_single", record("native"))
     monkeypatch.setattr("torch.distributed.all_gather", record("list"))
     monkeypatch.setattr("torch.distributed.reduce_scatter", record("list"))
     for numel in (1, 7, 32001):
