@@ -6,8 +6,10 @@
 
 A cluster is a list of cards as ``--emulate`` takes it, or ``quota:`` and each rank's share of a core (see shares.py).
 For every stage, as often as ``--repeats`` says: profile the default recipe, plan, then take the plan's steps for real.
-A figure is the median ratio of predicted to measured step time with its interval over the repeats. With
-``--neighbours`` every plan that moves one sample from a rank to another is run too, in turns with the plan.
+A figure is the median ratio of predicted to measured step time with its interval over the repeats. In the same turns
+every rank trains by itself, the others at rest, with the plan that is best for it alone: "share of the ideal" is the
+throughput of all together over the sum of what each reaches alone. With ``--neighbours`` every plan that moves one
+sample from a rank to another is run too, in turns with the plan.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,7 @@ from benchmarks.common import (
     machine,
     markdown_table,
     median_interval,
+    paired_ratio,
     report,
     result_options,
 )
@@ -42,7 +45,7 @@ from poplar.emulation import start_device
 from poplar.engine import Engine
 from poplar.plan import ClusterProfile
 from poplar.recipes.bytes_gpt import recipe
-from poplar.zero.comm import ProcessGroupComm
+from poplar.zero.comm import LoopbackComm, ProcessGroupComm
 
 DEFAULT_CLUSTERS = ("v100-16g:1,t4-16g:1", "v100-16g:1,rtx3090-24g:1,t4-16g:1", "v100-16g:2,t4-16g:2")
 QUOTA = "quota:"
@@ -59,7 +62,7 @@ def measure(
     torch.set_num_threads(1)
     device = start_device(None if cluster.startswith(QUOTA) else cluster, rank)
     comm = ProcessGroupComm()
-    results = {}
+    results, turns = {}, range(world_size)
     for stage in stages:
         began_s = time.perf_counter()
         measured = profile(recipe, zero_stage=stage, comm=comm, device=device, global_batch_size=batch)
@@ -67,13 +70,22 @@ def measure(
         plan = allocate(measured, batch)
         assert plan.predicted is not None
         plans = {"plan": plan} | (dict(neighbouring(plan, measured)) if neighbours else {})
-        with running(plan, comm, device) as engine:
+        own = alone_plan(measured, rank, batch)
+        with running(plan, comm, device) as engine, resting_beside(own, device) as single:
             tasks = {name: partial(step_s, engine, steps_of(other, rank), comm) for name, other in plans.items()}
-            times = interleave(tasks, WARM_UP_STEPS + steps)
-        medians = {name: statistics.median(values[WARM_UP_STEPS:]) for name, values in times.items()}
+            for turn in turns:
+                tasks[f"alone-{turn}"] = partial(alone_step_s, single if turn == rank else None, comm)
+            times = {name: values[WARM_UP_STEPS:] for name, values in interleave(tasks, WARM_UP_STEPS + steps).items()}
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        alone_s = [medians.pop(f"alone-{turn}") for turn in turns]
         results[stage] = {
             "predicted_s": plan.predicted.step_s,
             "measured_s": medians.pop("plan"),
+            "alone_s": alone_s,
+            "share_of_ideal": paired_ratio(
+                [1 / seconds for seconds in times["plan"]],
+                [sum(1 / one for one in row) for row in zip(*(times[f"alone-{turn}"] for turn in turns), strict=True)],
+            ).median,
             "neighbours_s": medians,
             "profile_s": profile_s,
             "rows": [row.micro_batch_sizes for row in plan.ranks],
@@ -93,6 +105,40 @@ def running(plan: Plan, comm: ProcessGroupComm, device: Device) -> Iterator[Engi
     engine.close()
     del model, engine
     gc.collect()
+
+
+def alone_plan(measured: ClusterProfile, rank: int, batch: int) -> Plan:
+    """Return the plan that is best for a rank by itself."""
+    return allocate(ClusterProfile(zero_stage=0, ranks=(replace(measured.ranks[rank], device_id=None),)), batch)
+
+
+@contextlib.contextmanager
+def resting_beside(plan: Plan, device: Device) -> Iterator[Callable[[], None]]:
+    """Give steps of this rank by itself; the memory of its engine is not counted, since the other engine's is."""
+    with device.uncounted():
+        model = recipe.model()
+        engine = initialize(
+            model, recipe.optimizer(model), recipe.loss, zero_stage=0, comm=LoopbackComm(), device=device
+        )
+        steps = steps_of(plan, 0)
+
+        def step() -> None:
+            with device.uncounted():
+                engine.step(next(steps))
+
+        step()  # makes the optimizer's state
+    yield step
+    engine.close()
+
+
+def alone_step_s(step: Callable[[], None] | None, comm: ProcessGroupComm) -> float:
+    """Return the seconds of a rank's step by itself, the same on every rank."""
+    comm.barrier()
+    began_s = time.perf_counter()
+    if step is not None:
+        step()
+    taken_s = time.perf_counter() - began_s if step is not None else 0.0
+    return max(row[0] for row in comm.gather_floats([taken_s]))
 
 
 def steps_of(plan: Plan, rank: int) -> Iterator[Any]:
@@ -148,6 +194,7 @@ def run_cluster(cluster: str, stages: Sequence[int], batch: int, steps: int, rep
         losses = [one["measured_s"] / min([one["measured_s"], *one["neighbours_s"].values()]) for one in found]
         results[str(stage)] = {
             "ratio": asdict(median_interval(ratios)),
+            "share_of_ideal": asdict(median_interval([one["share_of_ideal"] for one in found])),
             "over_best_neighbour": asdict(median_interval(losses)) if neighbours else None,
             "runs": found,
         }
@@ -165,12 +212,22 @@ def table(record: dict[str, Any]) -> str:
                 f"{statistics.median(run['predicted_s'] for run in found['runs']):.3f} s",
                 f"{statistics.median(run['measured_s'] for run in found['runs']):.3f} s",
                 interval_text(found["ratio"]),
+                interval_text(found["share_of_ideal"]),
                 interval_text(found["over_best_neighbour"]) or "-",
                 f"{statistics.median(run['profile_s'] for run in found['runs']):.1f} s",
                 "; ".join("+".join(map(str, row)) for row in last["rows"]),
             )
         )
-    header = ("stage", "predicted", "measured", "ratio", "over best neighbour", "profiling", "micro-batches by rank")
+    header = (
+        "stage",
+        "predicted",
+        "measured",
+        "ratio",
+        "share of the ideal",
+        "over best neighbour",
+        "profiling",
+        "micro-batches by rank",
+    )
     configuration = record["configuration"]
     title = f"`{configuration['cluster']}`, global batch {configuration['global_batch_size']}:"
     return f"{title}\n\n{markdown_table(header, rows)}"

@@ -2,20 +2,26 @@
 
 The curve is a natural cubic spline through the measured points (arXiv:2408.12596), made safe for planning:
 
-    medians of repeated sizes -> isotonic regression -> spline (or PCHIP) -> read once at every whole size -> array
+    medians of repeated sizes -> steadied within their spreads -> isotonic regression -> spline (or PCHIP)
+                              -> read once at every whole size -> array
 
 [Note: why the curve is safe to plan with] Searches invert the curve ("the largest batch within t seconds") and sum it,
 which needs three things of it: positive, non-decreasing, and never read where nothing ran. Noise breaks the second (a
 larger batch measured faster), so that the points are made non-decreasing first. A spline may still swing between points
 that are; then the whole curve is the monotone PCHIP interpolation, and ``note`` says so. Sizes above ``max`` raise.
 Between the largest timed size and ``max``, which trained but was not timed, the curve goes on as a straight line.
+
+[Note: the planner's curse] A search for the least time finds the points that noise made too fast, builds the plan on
+them, and is disappointed. A measured time is known only to within its spread, so in that interval the curve takes the
+value nearest to a straight line through all points (fixed costs, and so much a sample). Where measurements are sharp,
+as on an idle card, nothing moves, and the steps of real hardware stay.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -94,11 +100,11 @@ def fit_curve(points: Iterable[tuple[int, float]], max_micro_batch_size: int | N
 
 def curve_of(rank: RankProfile) -> Curve:
     """Return the fitted curve of a rank's profile."""
-    return _fit(rank.points, rank.max_micro_batch_size)
+    return _fit(rank.points, rank.max_micro_batch_size, rank.point_spreads)
 
 
 @lru_cache(maxsize=2048)
-def _fit(points: tuple[tuple[int, float], ...], maximum: int) -> Curve:
+def _fit(points: tuple[tuple[int, float], ...], maximum: int, spreads: tuple[tuple[int, float], ...] = ()) -> Curve:
     if not points:
         return Curve(max_micro_batch_size=0, method="none", note="", _seconds=_frozen(np.zeros(1)))
     repeats = defaultdict(list)
@@ -106,8 +112,9 @@ def _fit(points: tuple[tuple[int, float], ...], maximum: int) -> Curve:
         repeats[size].append(seconds)
     sizes = sorted(repeats)
     measured = [median(repeats[size]) for size in sizes]
-    fitted = isotonic(measured)
-    moved = [size for size, before, after in zip(sizes, measured, fitted, strict=True) if before != after]
+    steadied = _steadied(np.array(sizes, float), np.array(measured), dict(spreads)) if spreads else measured
+    fitted = isotonic(steadied)
+    moved = [size for size, before, after in zip(sizes, steadied, fitted, strict=True) if before != after]
     notes = []
     if moved:
         listed = ", ".join(map(str, moved))
@@ -160,6 +167,22 @@ def _first_swing(values: NDArray[np.float64]) -> int | None:
     bad = values <= 0
     bad[1:] |= np.diff(values) < -_ROUNDING * values[-1]
     return int(np.argmax(bad)) if bad.any() else None
+
+
+def _steadied(sizes: NDArray[np.float64], seconds: NDArray[np.float64], spreads: Mapping[int, float]) -> list[float]:
+    """Return ``seconds`` moved towards a straight line, each by half its spread at most: [Note: the planner's curse].
+
+    Args:
+        spreads: by size, the width of the middle half of its measurements as a share of the median.
+    """
+    if len(sizes) < 3:
+        return seconds.tolist()
+    # Least squares of relative differences: noise is a share of the time.
+    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
+    fixed_s, sample_s = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    slack = seconds * np.array([spreads.get(int(size), 0.0) for size in sizes]) / 2
+    slack = np.minimum(slack, seconds / 2)
+    return np.clip(fixed_s + sample_s * sizes, seconds - slack, seconds + slack).tolist()
 
 
 def isotonic(values: Sequence[float]) -> list[float]:

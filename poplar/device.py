@@ -104,8 +104,8 @@ class Device:
     def pace(self) -> None:
         """Close a stretch of compute: emulation sleeps here; a real device does nothing."""
 
-    def unpaced(self) -> AbstractContextManager[None]:
-        """Return a context in which ``pace`` does not sleep; ``clock_s`` runs ahead by as much, and tells the same."""
+    def hurried(self) -> AbstractContextManager[None]:
+        """Return a context in which ``pace`` sleeps but briefly; ``clock_s`` runs ahead by the rest."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,23 @@ class ClusterProfile:
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+    def scaled(self, factor: float) -> ClusterProfile:
+        """Return this profile with every time ``factor`` times as long."""
+        ranks = tuple(
+            replace(
+                rank,
+                points=tuple((size, seconds * factor) for size, seconds in rank.points),
+                optimizer_step_s=rank.optimizer_step_s * factor,
+            )
+            for rank in self.ranks
+        )
+        return replace(
+            self,
+            ranks=ranks,
+            micro_step_collective_s=self.micro_step_collective_s * factor,
+            step_collective_s=self.step_collective_s * factor,
+        )
 
     def to_json(self) -> str:
         return _to_json("profile", PROFILE_VERSION, asdict(self))

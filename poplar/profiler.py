@@ -77,7 +77,7 @@ def profile(
     comm, device = _place(group, comm, device, memory_fraction)
     with _without_trace():
         session = ProfileSession(recipe, checked, comm, device)
-        profiles = tuple(session.profile_stage(stage) for stage in stages)
+        profiles = session.profile_stages(stages)
     return profiles[0] if isinstance(zero_stage, int) else profiles
 
 

@@ -12,6 +12,13 @@ one micro-step and T2 one of two:
 
 none of them below 0. Votes at both ends of a step, imbalance inside a micro-step and everything else that a step costs
 beyond compute are in these numbers, and so in predictions.
+
+[Note: the rank that waits least]
+That difference of large numbers is good where c is, on cards. A processor is a tenth or a third slower for seconds at a
+time, which would all be taken for collectives. But there the process itself waits, so that the engine knows how long.
+A step lasts as long as any rank's compute and its waiting together, so the rank that computes longest waits least, and
+what it waits is what the collectives add: T1 - c of the very same step. Then how slow the steps were altogether,
+over what curves and collectives add up to, is how slow the processor was: ``levels``, by which all times are scaled.
 """
 
 from __future__ import annotations
@@ -19,7 +26,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 
@@ -31,8 +37,8 @@ from poplar.plan import RankProfile
 from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.zero.comm import Communicator
 
-MIN_ROUNDS, MAX_ROUNDS = 2, 7
-ROUNDS_S = 1.2
+MIN_ROUNDS, MAX_ROUNDS = 3, 7
+ROUNDS_S = 2.5
 """About how long the measured steps of a stage may take together."""
 LONG_MICRO_STEP_S = 2.0
 """A micro-step need not be longer to show what its collectives cost."""
@@ -44,6 +50,8 @@ class Calibration:
 
     micro_step_collective_s: float = 0.0
     step_collective_s: float = 0.0
+    levels: tuple[float, ...] = ()
+    """How much longer each step took than its parts add up to; only known on processors."""
     failed_ranks: tuple[int, ...] = ()
     """Ranks that ran out of memory with micro-batches that had fitted them alone; nothing was measured then."""
 
@@ -86,10 +94,10 @@ def calibrate(
     expected_s = sum(count * compute_s + optimizer_s for count in counts)
     num_rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, ROUNDS_S / max(expected_s, 1e-9))))
     failure: Exception | None = None
-    steps_s: list[float] = []
+    seconds: list[float] = []
     try:
         with device.metered() if device.is_emulated else contextlib.nullcontext():
-            steps_s = _time_steps(settings, batches, zero_stage, sizes[comm.rank], counts, num_rounds, comm, device)
+            seconds = _time_steps(settings, batches, zero_stage, sizes[comm.rank], counts, num_rounds, comm, device)
     except Exception as error:
         failure = error
     kinds = [row[0] for row in comm.gather_floats([_kind(failure)])]
@@ -98,13 +106,20 @@ def calibrate(
         raise ProfileError(str(failure)) if isinstance(failure, StepError) else failure
     if any(kinds):
         return Calibration(failed_ranks=tuple(rank for rank, kind in enumerate(kinds) if kind == _OUT_OF_MEMORY))
-    # Every rank leaves a barrier at the same time, so that they measured the same; the mean evens out the rest.
-    rows = comm.gather_floats(steps_s)
-    one_s, *two_s = [sum(column) / len(column) for column in zip(*rows, strict=True)]
-    micro_step_s = max(0.0, two_s[0] - one_s - compute_s) if two_s else 0.0
+    # By count of micro-steps, rank and round.
+    table = np.array(comm.gather_floats(seconds)).reshape(comm.world_size, 2, len(counts), num_rounds)
+    steps_s = table[:, 0].max(axis=0)  # all leave the same barriers, so that they differ by very little
+    levels: tuple[float, ...] = ()
+    if device.torch_device.type == "cpu":
+        one_s, *two_s = np.median(table[:, 1].min(axis=0), axis=1).tolist()
+        micro_step_s = max(0.0, two_s[0] - one_s) if two_s else 0.0
+        parts_s = [count * compute_s + optimizer_s + one_s + (count - 1) * micro_step_s for count in counts]
+        levels = tuple((steps_s / np.array(parts_s)[:, None]).ravel().tolist())
+    else:
+        one_s, *two_s = (np.median(steps_s, axis=1) - compute_s - optimizer_s).tolist()
+        micro_step_s = max(0.0, two_s[0] - one_s - compute_s) if two_s else 0.0
     return Calibration(
-        micro_step_collective_s=micro_step_s,
-        step_collective_s=max(0.0, one_s - compute_s - optimizer_s - micro_step_s),
+        micro_step_collective_s=micro_step_s, step_collective_s=max(0.0, one_s - micro_step_s), levels=levels
     )
 
 
@@ -128,16 +143,21 @@ def _time_steps(
     comm: Communicator,
     device: Device,
 ) -> list[float]:
-    """Return the median seconds of a step of each number of micro-steps, from barrier to barrier. Collective."""
+    """Return the seconds of steps, from barrier to barrier, then those of them that this rank waited. Collective.
+
+    Each flat, by number of micro-steps and round.
+    """
     engine = settings.build(zero_stage, comm, device)
     try:
         batch = batches.make(size) if size else None
-        seconds: list[list[float]] = [[] for _ in counts]
+        seconds = np.zeros((2, len(counts), num_rounds))
         engine.step([batch])  # makes connections, and the order of the collectives
-        for _ in range(num_rounds):
+        for number in range(num_rounds):
             for place, count in enumerate(counts):
-                seconds[place].append(_time_step(engine, [batch] * count, comm, device))
-        return [median(column) for column in seconds]
+                waited_s = engine.wait_s
+                seconds[0, place, number] = _time_step(engine, [batch] * count, comm, device)
+                seconds[1, place, number] = engine.wait_s - waited_s
+        return seconds.ravel().tolist()
     finally:
         engine.close()
 

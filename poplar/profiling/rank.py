@@ -3,25 +3,31 @@
     prepare -> trials by LargestSearch -> repeats until the times agree -> RankProfile
 
 Nothing here waits for another rank.
+
+[Note: slow seconds]
+A processor is slower for a second or two, by a third and more: it got warm, or a neighbour uses its caches. Repeats in
+a row would all fall into such a time, agree, and bend the curve at one size. So sizes are repeated in rounds, each size
+once a round, and slow seconds make all sizes of a round slower, to be left out by the medians.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from poplar.plan import RankProfile
 from poplar.profiling.probe import RankProbe
 from poplar.profiling.search import LargestSearch
-from poplar.profiling.timing import AGREEMENT, MIN_REPEATS, sizes_to_time, summarize
+from poplar.profiling.timing import AGREEMENT, sizes_to_time, summarize
 
 BURST_S = 0.2
 """A run on a plain CPU rank lasts about so long."""
 _MICRO_STEPS_OF_TRIAL = 3.3
 """Two steps, one with accumulation, and an evaluation."""
 _MICRO_STEPS_OF_TIMING = 2
+MIN_STEP_TIMINGS = 3
+"""Timings that ``optimizer_step_s`` rests on, at least."""
 _SHORT_MICRO_STEP_S = 0.06
 """Of shorter ones a few more cost nothing."""
 _MIB = 2**20
@@ -82,7 +88,7 @@ class _Measurement:
             self._began_s = time.monotonic()
             while True:
                 self._grow()
-                unsteady = next((n for n in sizes_to_time(self.search.largest) if not self._time_size(n)), None)
+                unsteady = self._time_in_rounds()
                 if unsteady is None:
                     break
                 self.search.record(unsteady, None)
@@ -114,12 +120,12 @@ class _Measurement:
         began_s = time.monotonic()
         self.search.record(size, self.probe.trial(size))
         self._sample_s = (time.monotonic() - began_s) / _MICRO_STEPS_OF_TRIAL / size
-        if size == 1 == self.search.largest and not self._time_size(1):
+        if size == 1 == self.search.largest and not self._time_once(1):
             self.search.record(1, None)
 
     def _accept(self, size: int) -> None:
         """Time a size for which memory is no question, instead of trying it."""
-        if self._time_size(size):
+        if self._time_once(size):
             self.search.accept(size)
         else:
             self.search.record(size, None)
@@ -129,19 +135,31 @@ class _Measurement:
         left_s = self.effort.stage_budget_s - (time.monotonic() - self._began_s)
         return int(left_s / num_micro_steps / self._sample_s)
 
-    def _time_size(self, size: int) -> bool:
-        """Repeat a size until its times agree; return False if memory ran out, though the trial had fitted."""
+    def _time_in_rounds(self) -> int | None:
+        """Repeat all sizes until their times agree; return a size at which memory ran out, though its trial had fitted.
+
+        See [Note: slow seconds].
+        """
+        spent_s = dict.fromkeys(sizes_to_time(self.search.largest), 0.0)
+        while lacking := [size for size in spent_s if not self._has_enough(size, spent_s[size])]:
+            for size in lacking:
+                began_s = time.monotonic()
+                if not self._time_once(size):
+                    return size
+                spent_s[size] += time.monotonic() - began_s
+        return None
+
+    def _time_once(self, size: int) -> bool:
+        """Time a size once more; return False if memory ran out, though the trial had fitted."""
         number = self._num_micro_steps(size)
-        began_s = time.monotonic()
-        while not self._has_enough(self.probe.runs_s.get(size, ()), time.monotonic() - began_s):
-            if not self.probe.time_micro_steps(size, number):
-                return False
-        return size > 1 or self.probe.num_timings >= MIN_REPEATS or self._time_steps(number)
+        if not self.probe.time_micro_steps(size, number):
+            return False
+        return size > 1 or self.probe.num_timings >= MIN_STEP_TIMINGS or self._time_steps(number)
 
     def _time_steps(self, number: int) -> bool:
         """Time what a step takes beyond its micro-steps; return False if memory ran out."""
         began_s = time.monotonic()
-        while self.probe.num_timings < MIN_REPEATS:
+        while self.probe.num_timings < MIN_STEP_TIMINGS:
             if not self.probe.time_steps(number if self.probe.is_plain_cpu else 1):
                 return False
             if time.monotonic() - began_s > self.effort.point_budget_s:
@@ -155,14 +173,16 @@ class _Measurement:
             return max(2, math.ceil(BURST_S / micro_step_s))
         return 4 if micro_step_s < _SHORT_MICRO_STEP_S else 2
 
-    def _has_enough(self, runs_s: Sequence[float], spent_s: float) -> bool:
+    def _has_enough(self, size: int, spent_s: float) -> bool:
+        runs_s = self.probe.runs_s.get(size, ())
         if len(runs_s) < 2:
             return False
         return spent_s > self.effort.point_budget_s or summarize(runs_s).is_settled
 
     def _result(self, least_state_bytes: int) -> Measured:
         probe, largest = self.probe, self.search.largest
-        timings = {size: summarize(probe.runs_s[size]) for size in sizes_to_time(largest)}
+        undisturbed = probe.device.is_emulated
+        timings = {size: summarize(probe.runs_s[size], undisturbed) for size in sizes_to_time(largest)}
         self._note_outcome({size: timing.spread for size, timing in timings.items()})
         return Measured(
             profile=RankProfile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from poplar.config import PRECISIONS, Recipe
@@ -100,6 +101,7 @@ class ProfileSession:
         self._batches = ProbeBatches(recipe, device)
         self._runs_s: dict[int, list[float]] = {}
         """Micro-steps of stages 0 and 1, which are the same work."""
+        self._levels: list[float] = []
         ratios = settings.shard_ratios
         self._ratios = None if ratios is None else check_shard_ratios(ratios, comm.shard_world_size)
         native = comm.gather_objects(device.native_dtypes()) if settings.precision == "auto" else []
@@ -116,11 +118,19 @@ class ProfileSession:
         )
         self._cache = ProfileCache(settings, comm, device, self._facts, precision.name)
 
-    def profile_stage(self, zero_stage: int) -> ClusterProfile:
-        """Return the profile of a stage. Collective."""
-        cached = self._cache.read(zero_stage)
-        if cached is not None:
-            return cached
+    def profile_stages(self, zero_stages: Sequence[int]) -> tuple[ClusterProfile, ...]:
+        """Return the profile of each stage. Collective."""
+        found = {stage: self._cache.read(stage) for stage in zero_stages}
+        measured = {stage: self._profile_stage(stage) for stage, cached in found.items() if cached is None}
+        # One level for all stages, or a slow minute would decide between them: [Note: the rank that waits least].
+        level = median(self._levels) if self._levels else 1.0
+        for stage, unscaled in measured.items():
+            found[stage] = scaled = unscaled.scaled(level)
+            if any(rank.points for rank in scaled.ranks):
+                self._cache.write(scaled)
+        return tuple(profile for stage in zero_stages if (profile := found[stage]) is not None)
+
+    def _profile_stage(self, zero_stage: int) -> ClusterProfile:
         least_bytes = self._facts.least_state_bytes(zero_stage, self._share)
         usable_bytes = self._usable_bytes()
         misses = usable_bytes is not None and least_bytes > usable_bytes
@@ -129,10 +139,7 @@ class ProfileSession:
         measured = self._together(
             f"being profiled at stage {zero_stage}", lambda: self._measure(zero_stage, least_bytes)
         )
-        rows: list[Measured] = self._comm.gather_objects(measured)
-        result = self._calibrated(zero_stage, rows)
-        self._cache.write(result)
-        return result
+        return self._calibrated(zero_stage, self._comm.gather_objects(measured))
 
     @property
     def _share(self) -> float:
@@ -162,7 +169,7 @@ class ProfileSession:
         place = self._comm.shard_rank, self._comm.shard_world_size
         runs_s = self._runs_s if zero_stage < 2 else None
         probe = RankProbe(self._engines, self._batches, zero_stage, place, self._device, runs_s)
-        with self._device.unpaced():
+        with self._device.hurried():
             return measure_rank(probe, self._settings.effort(self._device), least_bytes)
 
     def _ruled_out(self, least_bytes: int, misses: bool) -> Measured:
@@ -200,6 +207,7 @@ class ProfileSession:
                 continue
             for rank in outgrown:  # what ran among others is known to fit, and nothing above it
                 rows[rank] = _bounded(rows[rank], sizes[rank])
+            self._levels += found.levels
             return replace(
                 self._assemble(zero_stage, rows),
                 micro_step_collective_s=found.micro_step_collective_s,

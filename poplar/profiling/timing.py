@@ -4,6 +4,12 @@
 The first runs of anything are slow: contexts are made, kernels compiled, algorithms searched, caches filled; by how
 many runs differs, by ten or a thousand times. So no fixed number is left out: the warm-up ends with the first run that
 the next one confirms. After it the median counts, of more runs where they disagree.
+
+[Note: the undisturbed quarter]
+What disturbs a processor only makes it slower, for seconds at a time, and each size in other moments: medians of a few
+runs then differ by what happened to be going on. Their lower quartiles are runs that nothing disturbed, so that sizes,
+cards and stages can be compared. How slow the processor is in the mean is for real steps to tell, for all alike
+(collectives.py). Not so under a CPU quota, where being stopped is the rule and not a disturbance.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from dataclasses import dataclass
 
 AGREEMENT = 0.1
 """Runs that differ by no more than this share agree."""
-MIN_REPEATS = 3
+MIN_REPEATS = 6
 MIN_TO_LEAVE_OUT = 5
 """Of fewer runs even the outermost count in the spread: a few may agree by chance."""
 MAX_REPEATS = 9
@@ -26,7 +32,7 @@ class Timing:
     """The outcome of repeated runs."""
 
     seconds: float
-    """Median after the warm-up."""
+    """Median after the warm-up; if asked for, the lower quartile."""
     spread: float
     """Width of the middle half, of fewer than 5 runs that of all, as a share of the median."""
     num_repeats: int
@@ -41,8 +47,12 @@ class Timing:
         return enough and (self.is_warm or self.num_repeats >= MAX_WARM_UP)
 
 
-def summarize(runs_s: Sequence[float]) -> Timing:
-    """Return what the seconds of one or more runs, in the order they happened, say."""
+def summarize(runs_s: Sequence[float], undisturbed: bool = False) -> Timing:
+    """Return what the seconds of one or more runs, in the order they happened, say.
+
+    Args:
+        undisturbed: take the lower quartile: see [Note: the undisturbed quarter].
+    """
     agreeing = (
         index
         for index, (one, other) in enumerate(zip(runs_s, runs_s[1:], strict=False))
@@ -55,7 +65,10 @@ def summarize(runs_s: Sequence[float]) -> Timing:
     if len(counted) >= MIN_TO_LEAVE_OUT:
         lower, _, upper = statistics.quantiles(counted, n=4, method="inclusive")
     spread = (upper - lower) / median_s if median_s > 0 else 0.0
-    return Timing(seconds=median_s, spread=spread, num_repeats=len(counted), is_warm=start is not None)
+    seconds = (
+        statistics.quantiles(counted, n=4, method="inclusive")[0] if undisturbed and len(counted) > 1 else median_s
+    )
+    return Timing(seconds=seconds, spread=spread, num_repeats=len(counted), is_warm=start is not None)
 
 
 def sizes_to_time(largest: int) -> list[int]:

@@ -46,7 +46,7 @@ class FakeDevice(Device):
         return super().clock_s() if self._clock is None else self._clock()
 
     @contextlib.contextmanager
-    def unpaced(self) -> Iterator[None]:
+    def hurried(self) -> Iterator[None]:
         self.alone = True
         try:
             yield

@@ -137,19 +137,22 @@ def test_the_meters_own_time_is_not_the_cards(make_paced):
     assert clock.wall_s - 100.0 == pytest.approx(0.040)
 
 
-def test_unpaced_compute_moves_the_clock_instead(make_paced, monkeypatch):
+def test_a_hurried_rank_sleeps_briefly_and_its_clock_runs_ahead_by_the_rest(make_paced, monkeypatch):
     device, clock = make_paced(stretch=4.0)
     monkeypatch.setattr(device_module, "time", clock)
     began_s = device.clock_s()
-    with device.unpaced():
+    with device.hurried():
+        clock.compute(0.002)
+        device.pace()
+        assert clock.slept_s == [pytest.approx(0.006)]
         clock.compute(0.010)
         device.pace()
-    assert not clock.slept_s
-    assert device.clock_s() - began_s == pytest.approx(0.040)
+        assert clock.slept_s[1:] == [pytest.approx(0.010)]
+    assert device.clock_s() - began_s == pytest.approx(0.048)
     clock.compute(0.010)
     device.pace()
-    assert clock.slept_s == [pytest.approx(0.030)]
-    assert device.clock_s() - began_s == pytest.approx(0.080)
+    assert clock.slept_s[2:] == [pytest.approx(0.030)]
+    assert device.clock_s() - began_s == pytest.approx(0.088)
 
 
 def test_pace_on_the_real_clock():
