@@ -18,7 +18,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def measure(
     torch.set_num_threads(1)
     device = start_device(None if cluster.startswith(QUOTA) else cluster, rank)
     comm = ProcessGroupComm()
-    results, turns = {}, range(world_size)
+    results = {}
     for stage in stages:
         began_s = time.perf_counter()
         measured = profile(recipe, zero_stage=stage, comm=comm, device=device, global_batch_size=batch)
@@ -70,22 +70,18 @@ def measure(
         plan = allocate(measured, batch)
         assert plan.predicted is not None
         plans = {"plan": plan} | (dict(neighbouring(plan, measured)) if neighbours else {})
-        own = alone_plan(measured, rank, batch)
-        with running(plan, comm, device) as engine, resting_beside(own, device) as single:
-            tasks = {name: partial(step_s, engine, steps_of(other, rank), comm) for name, other in plans.items()}
-            for turn in turns:
-                tasks[f"alone-{turn}"] = partial(alone_step_s, single if turn == rank else None, comm)
-            times = {name: values[WARM_UP_STEPS:] for name, values in interleave(tasks, WARM_UP_STEPS + steps).items()}
+        alone = alone_plan(measured, rank, batch)
+        times = time_plans(plans, rank, comm, device, steps, alone)
+        gc.collect()
+        by_rank = (times[f"alone-{turn}"] for turn in range(world_size))
+        ideal = [sum(1 / seconds for seconds in row) for row in zip(*by_rank, strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
-        alone_s = [medians.pop(f"alone-{turn}") for turn in turns]
+        alone_s = [medians.pop(f"alone-{turn}") for turn in range(world_size)]
         results[stage] = {
             "predicted_s": plan.predicted.step_s,
             "measured_s": medians.pop("plan"),
             "alone_s": alone_s,
-            "share_of_ideal": paired_ratio(
-                [1 / seconds for seconds in times["plan"]],
-                [sum(1 / one for one in row) for row in zip(*(times[f"alone-{turn}"] for turn in turns), strict=True)],
-            ).median,
+            "share_of_ideal": paired_ratio([1 / seconds for seconds in times["plan"]], ideal).median,
             "neighbours_s": medians,
             "profile_s": profile_s,
             "rows": [row.micro_batch_sizes for row in plan.ranks],
@@ -93,6 +89,27 @@ def measure(
             "notes": measured.notes,
         }
     return results
+
+
+def time_plans(
+    plans: Mapping[str, Plan],
+    rank: int,
+    comm: ProcessGroupComm,
+    device: Device,
+    steps: int,
+    alone: Plan | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of steps by each plan of one stage, taken in turns.
+
+    Args:
+        alone: what this rank trains by itself, the others at rest, as "alone-RANK".
+    """
+    first = next(iter(plans.values()))
+    with running(first, comm, device) as engine, resting_beside(alone, first.zero_stage, device) as single:
+        tasks = {name: partial(step_s, engine, steps_of(plan, rank), comm) for name, plan in plans.items()}
+        for turn in range(comm.world_size if alone is not None else 0):
+            tasks[f"alone-{turn}"] = partial(alone_step_s, single if turn == rank else None, comm)
+        return {name: values[WARM_UP_STEPS:] for name, values in interleave(tasks, WARM_UP_STEPS + steps).items()}
 
 
 @contextlib.contextmanager
@@ -103,8 +120,6 @@ def running(plan: Plan, comm: ProcessGroupComm, device: Device) -> Iterator[Engi
     with device.metered(model, engine.optimizer) if device.is_emulated else contextlib.nullcontext():
         yield engine
     engine.close()
-    del model, engine
-    gc.collect()
 
 
 def alone_plan(measured: ClusterProfile, rank: int, batch: int) -> Plan:
@@ -113,12 +128,15 @@ def alone_plan(measured: ClusterProfile, rank: int, batch: int) -> Plan:
 
 
 @contextlib.contextmanager
-def resting_beside(plan: Plan, device: Device) -> Iterator[Callable[[], None]]:
+def resting_beside(plan: Plan | None, zero_stage: int, device: Device) -> Iterator[Callable[[], None]]:
     """Give steps of this rank by itself; the memory of its engine is not counted, since the other engine's is."""
+    if plan is None:
+        yield lambda: None
+        return
     with device.uncounted():
         model = recipe.model()
         engine = initialize(
-            model, recipe.optimizer(model), recipe.loss, zero_stage=0, comm=LoopbackComm(), device=device
+            model, recipe.optimizer(model), recipe.loss, zero_stage=zero_stage, comm=LoopbackComm(), device=device
         )
         steps = steps_of(plan, 0)
 
