@@ -7,17 +7,17 @@ Both are plain, frozen, and can be built by hand from numbers. Both are stored a
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, PlanMismatchError
+from poplar.json_records import build_record, dump_record, parse_record
 
 PLAN_VERSION = 1
 PROFILE_VERSION = 1
@@ -112,6 +112,8 @@ class ClusterProfile:
     """Precision that was profiled."""
     shard_ratios: tuple[float, ...] | None = None
     """Share of the model state held by each rank. None: equal."""
+    sharded_state_bytes: int | None = None
+    """Bytes of model state that this stage cuts into shards, summed over ranks; for ``suggest_shard_ratios``."""
     notes: tuple[str, ...] = ()
     """What the profiler wants said: a card where nothing fits, times that disagree."""
 
@@ -147,7 +149,7 @@ class ClusterProfile:
         )
 
     def to_json(self) -> str:
-        return _to_json("profile", PROFILE_VERSION, asdict(self))
+        return dump_record("profile", PROFILE_VERSION, self)
 
     @classmethod
     def from_json(cls, text: str) -> ClusterProfile:
@@ -156,9 +158,9 @@ class ClusterProfile:
         Raises:
             ConfigError: not JSON, not a profile, or of a version this release does not read.
         """
-        data = _from_json("profile", PROFILE_VERSION, text)
-        data["ranks"] = tuple(_build(RankProfile, rank) for rank in data.get("ranks", ()))
-        return _build(cls, data)
+        data = parse_record("profile", PROFILE_VERSION, text)
+        data["ranks"] = tuple(build_record(RankProfile, rank) for rank in data.get("ranks", ()))
+        return build_record(cls, data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +311,7 @@ class Plan:
                 )
 
     def to_json(self) -> str:
-        return _to_json("plan", PLAN_VERSION, asdict(self))
+        return dump_record("plan", PLAN_VERSION, self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -318,11 +320,11 @@ class Plan:
         Raises:
             ConfigError: not JSON, not a plan, or of a version this release does not read.
         """
-        data = _from_json("plan", PLAN_VERSION, text)
-        data["ranks"] = tuple(_build(RankPlan, rank) for rank in data.get("ranks", ()))
+        data = parse_record("plan", PLAN_VERSION, text)
+        data["ranks"] = tuple(build_record(RankPlan, rank) for rank in data.get("ranks", ()))
         if data.get("predicted") is not None:
-            data["predicted"] = _build(Prediction, data["predicted"])
-        return _build(cls, data)
+            data["predicted"] = build_record(Prediction, data["predicted"])
+        return build_record(cls, data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all."""
@@ -378,33 +380,3 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def _to_json(kind: str, version: int, data: dict[str, Any]) -> str:
-    return json.dumps({"kind": f"poplar-{kind}", "version": version, **data}, indent=1) + "\n"
-
-
-def _from_json(kind: str, version: int, text: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"this is not a {kind} in JSON: {error}") from error
-    if not isinstance(data, dict) or data.pop("kind", None) != f"poplar-{kind}":
-        raise ConfigError(f'this JSON is not a Poplar {kind}: it has no "kind": "poplar-{kind}"')
-    got = data.pop("version", None)
-    if got != version:
-        raise ConfigError(f"the {kind} has version {got!r}, this release reads version {version}; make it anew")
-    return data
-
-
-def _build(record: type[Any], data: Any) -> Any:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{record.__name__}: expected an object, got {type(data).__name__}")
-    known = {field.name for field in fields(record)}
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ConfigError(f"{record.__name__}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    try:
-        return record(**data)
-    except TypeError as error:
-        raise ConfigError(f"{record.__name__}: {error}") from error

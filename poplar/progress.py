@@ -80,6 +80,12 @@ class RunFiles:
         if self.run_dir is not None:
             write_text_atomically(self.run_dir / name, text)
 
+    def remove(self, *names: str) -> None:
+        """Remove files, where they are there."""
+        if self.run_dir is not None:
+            for name in names:
+                (self.run_dir / name).unlink(missing_ok=True)
+
     def log(self, **values: Any) -> None:
         """Add a line to ``metrics.jsonl``; numbers that JSON lacks (NaN, infinity) are written as null."""
         if self._metrics is not None:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from poplar.plan import ClusterProfile, Plan, RankProfile
 
+if TYPE_CHECKING:
+    from poplar.planning.record import StepParts, StepRecord
+
+Row = tuple[str, ...]
+"""The cells of a table's line."""
 MAX_ROWS = 24
 """A table by rank with more rows puts neighbours that look alike into one."""
 _MISSING = "-"
@@ -29,16 +35,27 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def describe_plan(plan: Plan, profile: ClusterProfile | None = None) -> str:
     """Return the table of a plan, what it comes to, and its notes but for those on how each stage fared."""
+    _, shown = split_notes(plan, profile)
+    return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *(f"- {note}" for note in shown)])
+
+
+def split_notes(plan: Plan, profile: ClusterProfile | None = None) -> tuple[list[str], list[str]]:
+    """Return the notes on how each stage fared, and all others."""
     # The allocator passes on what the profile says, so that a plan alone says it too.
     notes = dict.fromkeys([*(profile.notes if profile is not None else ()), *plan.notes])
-    shown = [f"- {note}" for note in notes if not note.removeprefix("taken: ").startswith("stage ")]
-    return "\n".join([plan_table(plan, profile), "", plan_summary(plan), *shown])
+    on_stages = [note for note in notes if note.removeprefix("taken: ").startswith("stage ")]
+    return on_stages, [note for note in notes if note not in on_stages]
 
 
 def plan_table(plan: Plan, profile: ClusterProfile | None = None) -> str:
     """Return the plan by rank: card, largest batch, speed, micro-batches, predicted compute, idle and memory."""
+    return format_table(*plan_rows(plan, profile))
+
+
+def plan_rows(plan: Plan, profile: ClusterProfile | None = None) -> tuple[Row, list[Row]]:
+    """Return the header and the rows of ``plan_table``."""
     header = ("rank", "card", "largest", "samples/s", "micro-batches", "compute", "idle", "memory")
-    rows = []
+    rows: list[Row] = []
     for rank, row in enumerate(plan.ranks):
         measured = profile.ranks[rank] if profile is not None else None
         predicted = plan.predicted
@@ -54,7 +71,7 @@ def plan_table(plan: Plan, profile: ClusterProfile | None = None) -> str:
                 _memory(plan, rank, measured),
             )
         )
-    return format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows)
+    return header, _shortened(rows)
 
 
 def plan_summary(plan: Plan) -> str:
@@ -68,7 +85,7 @@ def plan_summary(plan: Plan) -> str:
 
 def profile_table(profile: ClusterProfile) -> str:
     """Return what was measured, by rank: card, largest batch, best speed, memory."""
-    rows = []
+    rows: list[Row] = []
     for rank, measured in enumerate(profile.ranks):
         limit, state = measured.memory_limit_bytes, measured.state_bytes
         rows.append(
@@ -83,29 +100,20 @@ def profile_table(profile: ClusterProfile) -> str:
             )
         )
     header = ("rank", "card", "largest", "samples/s", "time by batch", "model state", "may use")
-    return format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows)
+    return format_table(header, _shortened(rows))
 
 
-def closing_table(plan: Plan, step_s: float, idle_shares: Sequence[float], equal_step_s: float | None = None) -> str:
-    """Return what a run measured: speed against the equal split's, idle share by rank, each against its prediction.
+def closing_table(plan: Plan, record: StepRecord, equal_step_s: float | None = None) -> str:
+    """Return what a run measured: compute and idle time by rank and speed, each against its prediction.
 
     Args:
-        step_s: measured seconds of a step of ``plan``.
-        idle_shares: by rank, the measured share of a step spent waiting for other ranks and for data.
         equal_step_s: measured seconds of a step of the equal split. None: it was not measured.
     """
-    predicted = plan.predicted
-    header = ("rank", "card", "micro-batches", "idle", "predicted")
-    rows = []
-    for rank, (row, idle) in enumerate(zip(plan.ranks, idle_shares, strict=True)):
-        expected = (
-            format_share(predicted.idle_s[rank], predicted.step_s) if predicted and predicted.idle_s else _MISSING
-        )
-        rows.append((str(rank), row.device or _MISSING, format_sizes(row.micro_batch_sizes), f"{idle:.0%}", expected))
-    lines = [format_table(header, join_like_rows(rows) if len(rows) > MAX_ROWS else rows), ""]
+    step_s = record.step_s
+    lines = [format_table(*record_rows(plan, record)), ""]
     line = f"this plan:   {plan.global_batch_size / step_s:.1f} samples/s, {format_seconds(step_s)} a step"
-    if predicted is not None and predicted.step_s > 0:
-        line += f" (predicted {format_seconds(predicted.step_s)}, {predicted.step_s / step_s - 1:+.0%})"
+    if record.predicted is not None and record.error is not None:
+        line += f" (predicted {format_seconds(record.predicted.step_s)}, {record.predicted.step_s / step_s - 1:+.0%})"
     lines.append(line)
     if equal_step_s is not None:
         speed = plan.global_batch_size / equal_step_s
@@ -113,10 +121,25 @@ def closing_table(plan: Plan, step_s: float, idle_shares: Sequence[float], equal
             f"equal split: {speed:.1f} samples/s, {format_seconds(equal_step_s)} a step (measured in this run; the "
             f"plan is {equal_step_s / step_s:.2f} times as fast)"
         )
-    return "\n".join(lines)
+    lines += [record.collectives()] if record.parts is not None else []
+    return "\n".join([*lines, *record.explanation()])
 
 
-def join_like_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+def record_rows(plan: Plan, record: StepRecord) -> tuple[Row, list[Row]]:
+    """Return header and rows of a table by rank: measured compute and idle time, each before its prediction."""
+    header = ("rank", "card", "micro-batches", "compute", "predicted", "idle", "predicted")
+    expected = record.predicted_parts
+    predicted_s = record.predicted.step_s if record.predicted is not None else 0.0
+    rows: list[Row] = []
+    for rank, row in enumerate(plan.ranks):
+        compute, idle = _part_cells(record.parts, rank, record.step_s)
+        predicted_compute, predicted_idle = _part_cells(expected, rank, predicted_s)
+        name = (str(rank), row.device or _MISSING, format_sizes(row.micro_batch_sizes))
+        rows.append((*name, compute, predicted_compute, idle, predicted_idle))
+    return header, _shortened(rows)
+
+
+def join_like_rows(rows: Sequence[Sequence[str]]) -> list[Row]:
     """Put neighbours that differ in their first cell alone into one row, "0-511"."""
     joined = []
     for rest, members in groupby(rows, key=lambda row: tuple(row[1:])):
@@ -150,6 +173,17 @@ def format_bytes(count: float) -> str:
 
 def format_share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole > 0 else _MISSING
+
+
+def _shortened(rows: list[Row]) -> list[Row]:
+    return join_like_rows(rows) if len(rows) > MAX_ROWS else rows
+
+
+def _part_cells(parts: StepParts | None, rank: int, step_s: float) -> tuple[str, str]:
+    """Return a rank's compute time and idle share."""
+    if parts is None:
+        return _MISSING, _MISSING
+    return format_seconds(parts.compute_s[rank]), format_share(parts.idle_s[rank], step_s)
 
 
 def _peak_speed(measured: RankProfile | None) -> str:

@@ -5,6 +5,7 @@ join the ranks -> profile -> plan -> engine -> the loop (training_loop.py) -> cl
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from contextlib import nullcontext
@@ -24,7 +25,8 @@ from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.fit_config import FitConfig
 from poplar.loader import PlannedLoader
 from poplar.plan import ClusterProfile, Plan, profile_of
-from poplar.profiler import profile
+from poplar.planning.record import StepRecord
+from poplar.profiler import profile, profile_to_plan
 from poplar.progress import RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
@@ -34,6 +36,7 @@ from poplar.zero.comm import (
     Communicator,
     LoopbackComm,
     ProcessGroupComm,
+    check_same,
     end_process_group,
     join_process_group,
     launcher_environment,
@@ -60,6 +63,8 @@ class FitResult:
     """Measured seconds of a step of the plan; None where the run was too short to tell."""
     equal_step_s: float | None
     """Measured seconds of a step of the equal split; None where it was not measured."""
+    record: StepRecord | None
+    """A step of the plan, predicted and measured, with its parts; None where the run was too short to tell."""
     idle_shares: tuple[float, ...]
     """By rank: share of the plan's steps spent waiting for other ranks and for data."""
     run_dir: str | None
@@ -90,6 +95,7 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
         files.write("config.json", config.to_json(world_size=comm.world_size, torch=torch.__version__))
         plan, measured = choose_plan(recipe, config, comm, device)
         files.write("plan.json", plan.to_json())
+        files.remove("profile.json", "record.json")  # of an earlier run in this folder
         if measured is not None:
             files.write("profile.json", measured.to_json())
         show = config.progress and comm.rank == 0
@@ -110,6 +116,8 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
         with device.metered(engine.module, engine.optimizer) if device.is_emulated else nullcontext():
             _run(loop)
         result = _result(loop, measured)
+        if result.record is not None:
+            files.write("record.json", result.record.to_json())
         if show:
             print(_closing(result), flush=True)
     return result
@@ -149,28 +157,35 @@ def choose_plan(
         names = comm.gather_objects(device.name)
         rows = [replace(row, device=row.device or name) for row, name in zip(given.ranks, names, strict=True)]
         return replace(given, ranks=tuple(rows)), None
-    profiles = profile_stages(recipe, config, comm, device)
+    profiles = profile_stages(recipe, config, comm, device, to_plan=True)
     plan = allocate(profiles, config.global_batch_size, config.strategy)
+    check_same(comm, plan.to_json(), "the plan")
     return plan, profile_of(plan, profiles)
 
 
-def profile_stages(recipe: Recipe, config: FitConfig, comm: Communicator, device: Device) -> tuple[ClusterProfile, ...]:
-    """Profile the stages that the settings leave open. Collective."""
+def profile_stages(
+    recipe: Recipe, config: FitConfig, comm: Communicator, device: Device, to_plan: bool = False
+) -> tuple[ClusterProfile, ...]:
+    """Profile the stages that the settings leave open. Collective.
+
+    Args:
+        to_plan: with uneven shards too, where they promise to be faster.
+    """
     stages = ZERO_STAGES if config.zero_stage == "auto" else (int(config.zero_stage),)
     if config.progress and comm.rank == 0:
         where = f"{comm.world_size} rank{'s' if comm.world_size > 1 else ''}"
         print(f"profiling {where} at ZeRO stage {', '.join(map(str, stages))}", file=sys.stderr, flush=True)
-    return profile(
-        recipe,
-        zero_stage=stages,
-        comm=comm,
-        device=device,
-        precision=config.precision,
-        max_grad_norm=config.max_grad_norm,
-        global_batch_size=config.global_batch_size,
-        cache_dir=config.profile_cache_dir,
-        refresh=config.refresh,
-    )
+    settings: dict[str, Any] = {
+        "comm": comm,
+        "device": device,
+        "precision": config.precision,
+        "max_grad_norm": config.max_grad_norm,
+        "cache_dir": config.profile_cache_dir,
+        "refresh": config.refresh,
+    }
+    if to_plan:
+        return profile_to_plan(recipe, config.global_batch_size, stages, config.strategy, **settings)
+    return profile(recipe, zero_stage=stages, global_batch_size=config.global_batch_size, **settings)
 
 
 def _build_dataset(recipe: Recipe, config: FitConfig, comm: Communicator) -> Any:
@@ -249,17 +264,27 @@ def _run(loop: Loop) -> None:
 def _result(loop: Loop, measured: ClusterProfile | None) -> FitResult:
     """Return what the run gave. Collective."""
     assert loop.last is not None
-    idle = loop.engine.comm.gather_floats([loop.clock.idle_share()])
+    engine, clock = loop.engine, loop.clock
+    step_s = clock.step_s(by_plan=True)
+    rows = engine.comm.gather_floats([math.nan if step_s is None else step_s, clock.waited_s(), clock.idle_share()])
+    record = None
+    if step_s is not None:
+        # All take the same steps, so that their medians differ by very little.
+        step_s = max(row[0] for row in rows)
+        # On a card the host does not wait for what the device computes.
+        waited_s = [row[1] for row in rows] if engine.device.torch_device.type == "cpu" else None
+        record = StepRecord.from_waits(loop.plan.predicted, step_s, waited_s)
     return FitResult(
-        engine=loop.engine,
+        engine=engine,
         plan=loop.plan,
         profile=measured,
         steps=loop.total_steps,
         loss=loop.last.loss,
         eval_loss=loop.eval_loss,
-        step_s=loop.clock.step_s(by_plan=True),
-        equal_step_s=loop.clock.step_s(by_plan=False),
-        idle_shares=tuple(row[0] for row in idle),
+        step_s=step_s,
+        equal_step_s=clock.step_s(by_plan=False),
+        record=record,
+        idle_shares=tuple(row[2] for row in rows),
         run_dir=loop.config.run_dir,
     )
 
@@ -267,8 +292,8 @@ def _result(loop: Loop, measured: ClusterProfile | None) -> FitResult:
 def _closing(result: FitResult) -> str:
     """Return what a run says at its end."""
     parts = []
-    if result.step_s is not None:
-        parts.append(closing_table(result.plan, result.step_s, result.idle_shares, result.equal_step_s))
+    if result.record is not None:
+        parts.append(closing_table(result.plan, result.record, result.equal_step_s))
     parts.append(f"loss {result.loss:.4f} after {result.steps} steps")
     if result.eval_loss is not None:
         parts[-1] += f", held-out loss {result.eval_loss:.4f}"

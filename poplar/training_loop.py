@@ -50,6 +50,10 @@ class Clock:
         laps = self._laps[by_plan]
         return statistics.median(seconds for seconds, _ in laps) if laps else None
 
+    def waited_s(self) -> float:
+        """Return the median seconds that this process waited in a step of the plan; NaN without one."""
+        return statistics.median(waited for _, waited in self._laps[True]) if self._laps[True] else math.nan
+
     def idle_share(self) -> float:
         """Return the share of the plan's steps that was spent waiting; NaN without one."""
         total_s = sum(seconds for seconds, _ in self._laps[True])

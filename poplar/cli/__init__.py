@@ -19,6 +19,7 @@ _COMMANDS = {
     "doctor": ("poplar.cli.doctor", "Check devices, versions, links and every collective."),
     "plan": ("poplar.cli.plan", "Choose each rank's batches, and show what they are predicted to give."),
     "profile": ("poplar.cli.profile", "Measure each card: time and memory by batch size."),
+    "report": ("poplar.cli.report", "Write a run's plan, prediction, measurements and pictures on one page."),
     "simulate": ("poplar.cli.simulate", "Predict training on cards that you do not have."),
     "train": ("poplar.cli.train", "Profile, plan and train."),
 }

@@ -47,21 +47,25 @@ def profile(recipe: str | None, nproc: int | None, out: str, **values: Any) -> N
         show(f"ZeRO stage {measured.zero_stage}, {measured.precision}: {path}\n{profile_table(measured)}\n")
 
 
-def measure(reference: str, config: FitConfig, num_ranks: int) -> list[ClusterProfile]:
-    """Start the ranks and profile the stages that ``config`` leaves open; the same on every rank under a launcher."""
+def measure(reference: str, config: FitConfig, num_ranks: int, to_plan: bool = False) -> list[ClusterProfile]:
+    """Start the ranks and profile the stages that ``config`` leaves open; the same on every rank under a launcher.
+
+    Args:
+        to_plan: with uneven shards too, where they promise to be faster.
+    """
     from poplar.launch import run_ranks
     from poplar.recipe_loading import load_recipe
 
     load_recipe(reference)  # one that cannot be loaded is refused before any rank starts
-    return [ClusterProfile.from_json(text) for text in run_ranks(profile_rank, num_ranks, reference, config)]
+    return [ClusterProfile.from_json(text) for text in run_ranks(profile_rank, num_ranks, reference, config, to_plan)]
 
 
-def profile_rank(reference: str, config: FitConfig) -> list[str]:
+def profile_rank(reference: str, config: FitConfig, to_plan: bool) -> list[str]:
     """Profile on one rank; return the profiles as JSON. Collective."""
     from poplar.recipe_loading import load_recipe
     from poplar.training import join, leave, profile_stages
 
     comm, device = join(config)
-    profiles = profile_stages(load_recipe(reference), config, comm, device)
+    profiles = profile_stages(load_recipe(reference), config, comm, device, to_plan)
     leave(comm)
     return [measured.to_json() for measured in profiles]

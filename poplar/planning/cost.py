@@ -41,13 +41,14 @@ def group_ranks(profile: ClusterProfile, limits: Sequence[int]) -> tuple[Kind, .
     Args:
         limits: the largest micro-batch by rank, at most what the rank measured; a rank with 0 is left out.
     """
-    groups: dict[tuple[tuple[tuple[int, float], ...], int, int], list[int]] = {}
-    for rank, (measured, limit) in enumerate(zip(profile.ranks, limits, strict=True)):
+    groups: dict[tuple[int, int], list[int]] = {}
+    curves = [curve_of(measured) for measured in profile.ranks]  # equal measurements share one
+    for rank, (curve, limit) in enumerate(zip(curves, limits, strict=True)):
         if limit > 0:
-            groups.setdefault((measured.points, measured.max_micro_batch_size, limit), []).append(rank)
+            groups.setdefault((id(curve), limit), []).append(rank)
     return tuple(
-        Kind(ranks=tuple(ranks), seconds=curve_of(profile.ranks[ranks[0]]).seconds_array()[: key[2] + 1])
-        for key, ranks in groups.items()
+        Kind(ranks=tuple(ranks), seconds=curves[ranks[0]].seconds_array()[: limit + 1])
+        for (_, limit), ranks in groups.items()
     )
 
 

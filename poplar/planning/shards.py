@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from poplar.allocator import MIN_SHARD_GAIN, allocate
+from poplar.allocator import MIN_SHARD_GAIN, allocate, explain
 from poplar.curve import fit_curve
 from poplar.errors import InfeasiblePlanError
 from poplar.plan import ClusterProfile, Plan, RankProfile
@@ -61,9 +61,12 @@ def suggest_shard_ratios(
 
     Args:
         profile: of stage 1, 2 or 3, with memory points, state and limit of every rank.
-        sharded_state_bytes: model state that is cut into shards, summed over ranks. None: at stage 3 all that is held;
-            at stages 1 and 2 nothing is suggested, since a profile does not tell it from what every rank holds.
+        sharded_state_bytes: model state that is cut into shards, summed over ranks. None: as the profile says; where
+            it does not, at stage 3 all that is held, and at stages 1 and 2 nothing is suggested, since the profile does
+            not tell it from what every rank holds.
     """
+    if sharded_state_bytes is None:
+        sharded_state_bytes = profile.sharded_state_bytes
     if sharded_state_bytes is None and profile.zero_stage == 3:
         sharded_state_bytes = sum(rank.state_bytes or 0 for rank in profile.ranks)
     if profile.zero_stage == 0 or profile.world_size == 1 or not sharded_state_bytes:
@@ -76,7 +79,10 @@ def suggest_shard_ratios(
     known = [memory for memory in memories if memory is not None]
     if len(known) < profile.world_size:
         return None
-    now = allocate(profile, global_batch_size)
+    try:
+        now = allocate(profile, global_batch_size)
+    except InfeasiblePlanError:
+        return None  # where nothing ran there are no curves to plan with
     assert now.predicted is not None
     best: ShardSuggestion | None = None
     tried = set()
@@ -101,6 +107,14 @@ def suggest_shard_ratios(
                 shard_ratios=ratios, step_s=predicted.step_s, even_step_s=now.predicted.step_s, profile=expected
             )
     return best
+
+
+def best_suggestion(profiles: Sequence[ClusterProfile], global_batch_size: int) -> ShardSuggestion | None:
+    """Return the suggestion for the stage that it makes fastest, if it beats every profile by ``MIN_SHARD_GAIN``."""
+    planned = [outcome.step_s for outcome in explain(profiles, global_batch_size)]
+    suggestions = (suggest_shard_ratios(profile, global_batch_size) for profile in profiles)
+    best = min((one for one in suggestions if one is not None), key=lambda suggestion: suggestion.step_s, default=None)
+    return best if best is not None and best.step_s <= (1 - MIN_SHARD_GAIN) * min(planned) else None
 
 
 def _memory_of(rank: RankProfile, held_bytes: float, global_batch_size: int) -> _Memory | None:

@@ -220,6 +220,7 @@ class ProfileSession:
             ranks=tuple(row.profile for row in rows),
             precision=self._engines.precision,
             shard_ratios=self._ratios,
+            sharded_state_bytes=self._facts.sharded_state_bytes(zero_stage),
             notes=tuple(
                 f"rank {rank} ({row.profile.device}), stage {zero_stage}: {note}"
                 for rank, row in enumerate(rows)

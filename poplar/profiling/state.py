@@ -41,8 +41,13 @@ class RecipeFacts:
 
     def least_state_bytes(self, zero_stage: int, share: float) -> int:
         """Return the model state of a rank that owns ``share`` of the shards: see [Note: least model state]."""
-        cut = [self.optimizer_bytes + self.master_bytes, self.gradient_bytes, self.param_bytes]
-        return round(sum(cut[zero_stage:]) + share * sum(cut[:zero_stage]))
+        cut_bytes = self.sharded_state_bytes(zero_stage)
+        return round(self.sharded_state_bytes(3) - cut_bytes + share * cut_bytes)
+
+    def sharded_state_bytes(self, zero_stage: int) -> int:
+        """Return the model state that a stage cuts into shards, of all ranks together; at stage 3 that is all of it."""
+        by_stage = [self.optimizer_bytes + self.master_bytes, self.gradient_bytes, self.param_bytes]
+        return sum(by_stage[:zero_stage])
 
 
 def learn_facts(recipe: Recipe, precision: Precision, batch: Any) -> RecipeFacts:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from poplar.config import STRATEGIES, ZERO_STAGES
-from poplar.errors import ConfigError
+from poplar.pictures import new_figure, save_figure
 from poplar.simulator import SimulatedRun, describe_cluster
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def draw_runs(runs: Sequence[SimulatedRun], path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or it does not know the file's ending.
     """
-    figure, axes = _figure(1, 1, (7.0, 4.0))
+    figure, axes = new_figure(1, 1, (7.0, 4.0))
     strategies = list(dict.fromkeys(run.strategy for run in runs))
     stages = sorted({run.zero_stage for run in runs})
     for position, strategy in enumerate(strategies):
@@ -37,14 +37,14 @@ def draw_runs(runs: Sequence[SimulatedRun], path: Path) -> None:
     axes.set_ylabel("thousand tokens/s, simulated")
     axes.set_title(f"{runs[0].spec.name} on {describe_cluster(runs[0].cluster.names)}", fontsize=10)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_gains(paper: Reproduction, path: Path) -> None:
     """Draw the gain of "poplar" over "equal" and "flops" by cluster, model and stage."""
     clusters = list(dict.fromkeys(cell.cluster for cell in paper.cells))
     models = list(dict.fromkeys(cell.model for cell in paper.cells))
-    figure, all_axes = _figure(1, len(clusters), (10.0, 3.6), sharey=True)
+    figure, all_axes = new_figure(1, len(clusters), (10.0, 3.6), sharey=True)
     for axes, cluster in zip(all_axes, clusters, strict=True):
         for column, over in enumerate(("equal", "flops")):
             cells = [cell for model in models for cell in paper.cells if (cell.cluster, cell.model) == (cluster, model)]
@@ -57,13 +57,13 @@ def draw_gains(paper: Reproduction, path: Path) -> None:
         axes.set_title(f"cluster {cluster}: bars are stages 0 to 3", fontsize=9)
     all_axes[0].set_ylabel("times as fast, simulated")
     all_axes[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_sweep(paper: Reproduction, path: Path) -> None:
     """Draw the speed of every strategy over the number of added cards."""
     kinds = list(dict.fromkeys((point.fixed, point.added) for point in paper.sweep))
-    figure, all_axes = _figure(1, len(kinds), (9.0, 3.6), sharey=True)
+    figure, all_axes = new_figure(1, len(kinds), (9.0, 3.6), sharey=True)
     for axes, (fixed, added) in zip(all_axes, kinds, strict=True):
         points = [point for point in paper.sweep if (point.fixed, point.added) == (fixed, added)]
         for strategy in reversed(STRATEGIES):
@@ -75,29 +75,4 @@ def draw_sweep(paper: Reproduction, path: Path) -> None:
         axes.set_xlabel(f"{added} cards added to 4 x {fixed}")
     all_axes[0].set_ylabel("thousand tokens/s, simulated")
     all_axes[0].legend(frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: python -m pip install 'poplar-zero[plot]'") from error
-    matplotlib.use("Agg")
-    # The same picture gives the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "poplar"
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, columns, figsize=size, layout="constrained", **settings)
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except ValueError as error:
-        raise ConfigError(f"cannot draw into {str(path)!r}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)

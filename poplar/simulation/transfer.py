@@ -13,6 +13,9 @@ from poplar.catalog import find_card
 from poplar.errors import ConfigError
 from poplar.plan import ClusterProfile, RankProfile
 
+_MEMORY_MARGIN = 0.05
+"""Share of the memory left free, as measured profiles leave it (``ProfileSettings.memory_margin``)."""
+
 
 def transfer_profile(measured: ClusterProfile, names: Sequence[str]) -> ClusterProfile:
     """Return the profile of the cards ``names``, as many as were measured, from rank 0's of ``measured``.
@@ -56,10 +59,10 @@ def _transfer_rank(measured: RankProfile, name: str) -> RankProfile:
 
 
 def _largest_within(measured: RankProfile, limit: int) -> int:
-    """Return the largest batch within ``limit`` bytes, by a straight line through the least and the largest peak."""
+    """Return the largest batch within ``limit`` bytes and a margin, by a line through the least and largest peak."""
     points = measured.memory_points
     if len(points) < 2:
         return measured.max_micro_batch_size
     (first, first_peak), (last, last_peak) = points[0], points[-1]
     per_sample = max(1.0, (last_peak - first_peak) / (last - first))
-    return max(0, int(first + (limit - first_peak) / per_sample))
+    return max(0, int(first + (limit * (1 - _MEMORY_MARGIN) - first_peak) / per_sample))

@@ -12,6 +12,7 @@ import torch
 
 from poplar.errors import ConfigError, PlanMismatchError
 from poplar.plan import ClusterProfile, Plan, RankProfile
+from poplar.planning.record import StepRecord
 from poplar.training import fit
 from poplar.training_loop import Clock, Loop
 from poplar.zero.comm import ProcessGroupComm
@@ -37,6 +38,7 @@ def _fit_by_hand(rank, world_size, run_dir):
         progress=False,
     )
     mask = torch.nn.functional.dropout(torch.ones(32), 0.5).tolist()
+    assert result.record is not None and result.step_s == result.record.step_s
     return result.steps, result.eval_loss, result.idle_shares, _weights(result), mask, result.loss
 
 
@@ -57,6 +59,9 @@ def test_records_schedule_and_seeds_of_a_run(tmp_path):
     assert [row.micro_batch_sizes for row in plan.ranks] == [(4, 4), (5,), (3,)]
     assert plan.zero_stage == 1 and plan.ranks[0].device == "cpu"
     assert not (tmp_path / "run" / "profile.json").exists()
+    record = StepRecord.from_json((tmp_path / "run" / "record.json").read_text())
+    assert record.predicted is None and record.parts is not None and len(record.parts.compute_s) == 3
+    assert min(record.parts.idle_s) == 0 and 0 < record.parts.collective_s < record.step_s
     for number, (num_steps, eval_loss, idle_shares, weights, mask, loss) in enumerate(results):
         assert num_steps == 6 and loss == steps[-1]["loss"] and eval_loss == lines[-1]["eval_loss"]
         assert len(idle_shares) == 3 and all(0 <= share <= 1 for share in idle_shares)
@@ -169,6 +174,7 @@ def test_the_clock_counts_whole_steps_of_one_kind(monkeypatch):
     clock.lap(10.0, by_plan=False, counts=True)
     clock.lap(11.0, by_plan=False, counts=True)
     assert clock.step_s(by_plan=True) == 2.0 and clock.idle_share() == 0.25
+    assert clock.waited_s() == 0.5
     assert clock.step_s(by_plan=False) == 5.5
 
 

@@ -13,7 +13,8 @@ import poplar
 from poplar.errors import InfeasiblePlanError, ProfileError
 from poplar.plan import ClusterProfile
 from poplar.profiling import collectives as profiler_collectives
-from poplar.profiling.parts import ProbeBatches
+from poplar.profiling.parts import EngineSettings, ProbeBatches
+from poplar.profiling.probe import RankProbe
 from poplar.zero.comm import ProcessGroupComm
 from tests.helpers.profiling import (
     STATE_PARAMETERS,
@@ -78,6 +79,43 @@ def test_trouble_on_one_rank_stays_there() -> None:
     limited, pressed, free = (rank.max_micro_batch_size for rank in results["memory"].ranks)
     assert 0 < limited < free and 0 < pressed < free
     assert abs(limited - pressed) <= 2
+
+
+def _plan_with_a_small_card(rank: int, world_size: int) -> tuple[str, str, list[bool]]:
+    """Return plans with shards as they come out and with equal ones, and whether steps of the former were skipped."""
+    comm, roomy = _communicator(), FakeDevice()
+    # Fixed costs of a micro-step, so that a card gains from larger micro-batches.
+    recipe = make_recipe(before_loss=lambda size: time.sleep(0.02 + 0.005 * size))
+    probe = RankProbe(EngineSettings(recipe=recipe, precision="fp32"), ProbeBatches(recipe, roomy), 3, (0, 2), roomy)
+    peak_bytes = probe.trial(3)
+    probe.close()
+    assert peak_bytes is not None
+    device = FakeDevice(int(peak_bytes / 0.95) if rank == 0 else 1 << 30)
+    plans, skipped = [], []
+    for ratios in (None, (1.0, 1.0)):
+        arguments = _SETTINGS | {"shard_ratios": ratios, "comm": comm, "device": device}
+        plans.append(poplar.make_plan(recipe, 24, 3, **arguments))
+    model = build_model()
+    with device.metered():
+        engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plans[0], comm=comm, device=device)
+        batches = ProbeBatches(recipe, device)
+        row = [batches.make(size) if size else None for size in plans[0].ranks[rank].micro_batch_sizes]
+        skipped = [engine.step(row).skipped for _ in range(3)]
+    return plans[0].to_json(), plans[1].to_json(), skipped
+
+
+def test_a_card_with_room_holds_the_state_of_a_small_one() -> None:
+    """Batches and shards are planned together, measured again, and train within the small card's memory."""
+    first, second = run_ranks(_plan_with_a_small_card, 2, timeout_s=90)
+    assert first == second
+    joint, even = (poplar.Plan.from_json(text) for text in first[:2])
+    assert first[2] == [False] * 3
+    assert joint.shard_ratios is not None and joint.shard_ratios[0] < 0.5
+    assert even.shard_ratios == (0.5, 0.5)
+    assert max(joint.ranks[0].micro_batch_sizes) > max(even.ranks[0].micro_batch_sizes)
+    assert joint.predicted is not None and even.predicted is not None
+    assert joint.predicted.step_s < 0.98 * even.predicted.step_s
+    assert any("uneven shards" in note and note.startswith("taken") for note in joint.notes)
 
 
 def _fail_on_one_rank(rank: int, world_size: int) -> tuple[str, str, float]:

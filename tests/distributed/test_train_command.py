@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from poplar.cli import main
 from poplar.plan import ClusterProfile, Plan
+from poplar.planning.record import StepRecord
 from tests.helpers import tiny_recipe
 
 _RECIPES = tiny_recipe.__file__
@@ -56,6 +57,9 @@ def test_train_profiles_plans_trains_and_tells(capfd, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["recipe"] == f"{_RECIPES}:without_schedule"
     losses = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[0]["loss"] > losses[-1]["eval_loss"]
+    record = StepRecord.from_json((tmp_path / "run" / "record.json").read_text())
+    assert record.predicted == plan.predicted and record.parts is not None
+    assert _poplar(capfd, "report", "run")[:2] == (0, "wrote run/report.html\n")
     # The plan that was written serves the next run, on as many ranks.
     exit_code, out, err = _poplar(
         capfd,
@@ -74,8 +78,10 @@ def test_profiles_are_written_kept_and_planned_from(capfd, tmp_path, monkeypatch
     written = (tmp_path / "profile.json").read_text()
     assert ClusterProfile.from_json(written).world_size == 2
     assert list((tmp_path / "cache").rglob("*.json"))
-    exit_code, out, err = _poplar(capfd, "plan", *common, "--reuse", "--out", "measured.json", "--explain")
+    common_plan = [*common, "--reuse", "--explain", "--measure", "4"]
+    exit_code, out, err = _poplar(capfd, "plan", *common_plan, "--out", "measured.json")
     assert exit_code == 0, out + err
+    assert re.search(r"^step: predicted .*, measured ", out, re.MULTILINE) and "\nrank 1: compute predicted " in out
     # The kept profile was taken, and a plan from its file is the same one.
     assert _poplar(capfd, "plan", "--profile", "profile.json", "--global-batch-size", "6", "--out", "read.json")[0] == 0
     assert (tmp_path / "measured.json").read_text() == (tmp_path / "read.json").read_text()

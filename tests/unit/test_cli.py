@@ -10,12 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from poplar import cli, launch
+from poplar.allocator import allocate
 from poplar.cli import doctor as doctor_module
 from poplar.cli import main
 from poplar.cli.doctor import _Diagnosis, _RankFacts
 from poplar.errors import ConfigError, RankFailedError
 from poplar.fit_config import FitConfig
 from poplar.plan import ClusterProfile, Plan, RankProfile
+from poplar.planning.record import StepRecord
 from poplar.self_test import Check
 
 
@@ -109,6 +111,8 @@ def test_help_and_planning_from_files_need_no_torch(profile_files):
         (["train", "--emulate", "t4-16g:2", "--nproc", "3"], 1, "names 2 cards, this run has 3 ranks"),
         (["train", "--strategy", "fast"], 2, "'fast' is not one of"),
         (["plan", "--profile", "missing.json"], 1, "cannot read the profile 'missing.json'"),
+        (["plan", "--profile", "a.json", "--measure", "3"], 2, "does not go with --profile"),
+        (["report", "missing"], 1, "no run directory 'missing'"),
         (["no-such-command"], 2, "No such command"),
     ],
 )
@@ -155,7 +159,26 @@ def test_ranks_follow_from_cards_and_wishes(started, monkeypatch, num_cards, arg
     result = _run(*args)
     assert result.exit_code == 0, result.output
     assert started[0][1] == num_ranks
-    assert started[0][-1].emulate == emulate
+    assert started[0][3].emulate == emulate
+
+
+def test_plan_measures_on_request_in_the_same_start_of_the_ranks(monkeypatch):
+    profile = ClusterProfile(
+        zero_stage=1, ranks=(RankProfile(device="t4-16g", points=((1, 0.1), (8, 0.4)), max_micro_batch_size=8),)
+    )
+    calls = []
+
+    def run_ranks(function, num_ranks, *args):
+        calls.append((function.__name__, args[-1]))
+        predicted = allocate(profile, 8).predicted
+        return [profile.to_json()], StepRecord.from_waits(predicted, 0.5, [0.1]).to_json()
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    result = _run("plan", "--emulate", "t4-16g", "--global-batch-size", "8", "--measure", "3")
+    assert result.exit_code == 0, result.output
+    assert calls == [("plan_rank", 3)]
+    assert "step: predicted 400 ms, measured 500 ms (25% longer)" in result.stdout
+    assert "what differs most is collectives: 100 ms instead of 0.0 ms, 100 ms more" in result.stdout
 
 
 def test_under_a_launcher_its_world_size_counts(started, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
@@ -156,6 +157,33 @@ def test_thirty_percent_of_noise_keeps_times_near_the_truth():
         curve = fit_curve(zip(sizes.tolist(), noisy.tolist(), strict=True))
         ratio = curve.seconds_array()[1:] / truth[1:]
         assert ratio.min() > 0.6 and ratio.max() < 1.45
+
+
+def _noisy(points, spreads):
+    return RankProfile(device="card", points=points, max_micro_batch_size=points[-1][0], point_spreads=spreads)
+
+
+def test_a_point_that_noise_made_fast_is_not_planned_with():
+    """Sizes 1 to 16 on a line, but 4 measured a fifth too fast in runs that disagree by 40%."""
+    points = tuple((n, (0.01 + 0.01 * n) * (0.8 if n == 4 else 1.0)) for n in (1, 2, 4, 8, 16))
+    exact = tuple((n, 0.0) for n, _ in points)
+    doubtful = tuple((n, 0.4 if n == 4 else 0.0) for n, _ in points)
+    assert curve_of(_noisy(points, exact)).seconds(4) == curve_of(_noisy(points, ())).seconds(4) == points[2][1]
+    steadied = curve_of(_noisy(points, doubtful))
+    assert points[2][1] * 1.1 < steadied.seconds(4) <= points[2][1] * 1.2 + 1e-12
+    assert steadied.seconds(16) == pytest.approx(points[4][1])
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 3.0)), min_size=1, max_size=7),
+    st.integers(0, 40),
+)
+def test_spreads_of_any_size_keep_curves_safe(measured, more):
+    points = tuple((2**place, seconds) for place, (seconds, _) in enumerate(measured))
+    spreads = tuple((2**place, spread) for place, (_, spread) in enumerate(measured))
+    rank = dataclasses.replace(_noisy(points, spreads), max_micro_batch_size=points[-1][0] + more)
+    seconds = curve_of(rank).seconds_array()
+    assert np.isfinite(seconds).all() and (seconds[1:] > 0).all() and (np.diff(seconds) >= 0).all()
 
 
 def test_equal_profiles_share_one_curve():

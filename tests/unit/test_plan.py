@@ -220,6 +220,16 @@ def test_clusters_that_cannot_be_are_refused(fields, message):
         ClusterProfile(**{"zero_stage": 2, "ranks": (rank,), **fields})
 
 
+def test_a_scaled_profile_has_every_time_as_much_longer():
+    rank = RankProfile(device="a", points=((1, 0.1), (2, 0.2)), max_micro_batch_size=2, optimizer_step_s=0.05)
+    cluster = ClusterProfile(zero_stage=2, ranks=(rank, rank), micro_step_collective_s=0.03, step_collective_s=0.01)
+    scaled = cluster.scaled(1.5)
+    assert scaled.ranks[1].points == ((1, pytest.approx(0.15)), (2, pytest.approx(0.3)))
+    assert scaled.ranks[0].optimizer_step_s == pytest.approx(0.075)
+    assert (scaled.micro_step_collective_s, scaled.step_collective_s) == (pytest.approx(0.045), pytest.approx(0.015))
+    assert cluster.scaled(1.0) == cluster
+
+
 def test_shard_ratios_become_shares_of_one():
     assert check_shard_ratios([3, 1], 2) == (0.75, 0.25)
     assert check_shard_ratios((0.0, 2.0), 2) == (0.0, 1.0)

@@ -142,6 +142,13 @@ def test_sizes_to_time_are_few_and_end_with_the_largest() -> None:
     assert all(len(sizes_to_time(n)) <= 13 and sizes_to_time(n)[-1] == n for n in range(1, 4097))
 
 
+def test_the_undisturbed_quarter_is_what_nothing_slowed_down() -> None:
+    disturbed = [1.0, 1.0, 1.4, 1.0, 1.4, 1.4, 1.4]
+    assert summarize(disturbed).seconds == 1.4
+    assert summarize(disturbed, undisturbed=True).seconds == 1.0
+    assert summarize([2.0], undisturbed=True).seconds == 2.0
+
+
 def _scripted(seconds_of: Any, world_size: int = 1, zero_stage: int = 0, **settings: Any) -> ClusterProfile:
     clock = ScriptedClock(seconds_of)
     recipe = make_recipe(before_loss=clock.pass_time)

@@ -425,9 +425,9 @@ def test_a_measured_card_tells_of_others() -> None:
     assert t4.optimizer_step_s == pytest.approx(0.01 * ratio)
     assert (carried.micro_step_collective_s, carried.step_collective_s) == (0.03, 0.02)
     assert t4.memory_limit_bytes == find_card("t4").usable_memory_bytes
-    # A GiB a sample from 3 GiB at one sample on.
-    assert t4.max_micro_batch_size == 1 + int(t4.memory_limit_bytes / 2**30 - 3)
-    assert transfer_profile(measured, ("a100-80g",) * 2).ranks[0].max_micro_batch_size > 70
+    # A GiB a sample from 3 GiB at one sample on, in what a profile would use of the memory.
+    assert t4.max_micro_batch_size == 1 + int(0.95 * t4.memory_limit_bytes / 2**30 - 3)
+    assert transfer_profile(measured, ("a100-80g",) * 2).ranks[0].max_micro_batch_size > 65
 
 
 def test_a_card_too_small_for_a_sample_holds_shards() -> None:

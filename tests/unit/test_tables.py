@@ -9,6 +9,7 @@ import math
 import pytest
 
 from poplar.plan import ClusterProfile, Plan, Prediction, RankPlan, RankProfile
+from poplar.planning.record import NOT_ON_CARDS, StepRecord
 from poplar.progress import Progress, RunFiles
 from poplar.tables import (
     closing_table,
@@ -69,11 +70,22 @@ def test_a_profile_is_shown_with_its_points():
 
 
 def test_the_end_of_a_run_compares_measured_with_predicted_and_with_the_equal_split():
-    text = closing_table(_plan(), 0.4, (0.125, 0.5), equal_step_s=0.8)
+    predicted = Prediction(step_s=0.5, compute_s=(0.4, 0.35), idle_s=(0.0, 0.05), collective_s=0.1)
+    text = closing_table(_plan(), StepRecord.from_waits(predicted, 0.4, (0.05, 0.1)), equal_step_s=0.8)
+    header, _, first, second = text.splitlines()[:4]
+    assert header.split()[-4:] == ["compute", "predicted", "idle", "predicted"]
+    assert first.split()[-6:] == ["350", "ms", "400", "ms", "0%", "0%"]
+    assert second.split()[-6:] == ["300", "ms", "350", "ms", "12%", "10%"]
     assert "27.5 samples/s, 400 ms a step (predicted 500 ms, +25%)" in text
     assert "13.8 samples/s, 800 ms a step" in text and "2.00 times as fast" in text
-    assert "12%" in text and "50%" in text and "10%" in text
-    assert "equal split" not in closing_table(_plan(), 0.4, (0.0, 0.0))
+    assert "collectives: predicted 100 ms, measured 50 ms" in text
+    assert "a step took 20% shorter than predicted; what differs most is compute of rank 0" in text
+
+
+def test_the_end_of_a_run_on_cards_says_that_parts_are_not_known():
+    text = closing_table(_plan(), StepRecord.from_waits(None, 0.4))
+    assert text.splitlines()[2].split()[-4:] == ["-", "-", "-", "-"]
+    assert text.endswith(NOT_ON_CARDS) and "predicted 500" not in text and "equal split" not in text
 
 
 @pytest.mark.parametrize(
@@ -118,9 +130,13 @@ def test_run_files_log_finite_json_and_nothing_without_a_folder(tmp_path):
         files.write("plan.json", "{}")
         files.log(step=1, loss=math.nan)
         files.log(step=2, loss=0.5)
+        files.write("record.json", "{}")
+        files.remove("record.json", "profile.json")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 1, "loss": None}, {"step": 2, "loss": 0.5}]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "plan.json"]
     with RunFiles(None) as files:
         files.write("plan.json", "{}")
+        files.remove("plan.json")
         files.log(step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
