@@ -7,7 +7,7 @@
 A cluster is a list of cards as ``--emulate`` takes it, or ``quota:`` and each rank's share of a core (see shares.py).
 For every stage, as often as ``--repeats`` says: profile the default recipe, plan, then take the plan's steps for real.
 A figure is the median ratio of predicted to measured step time with its interval over the repeats. In the same turns
-every rank trains by itself, the others at rest, with the plan that is best for it alone: "share of the ideal" is the
+every rank trains its samples by itself, the others at rest, cut as is best for it alone: "share of the ideal" is the
 throughput of all together over the sum of what each reaches alone. With ``--neighbours`` every plan that moves one
 sample from a rank to another is run too, in turns with the plan.
 """
@@ -63,25 +63,28 @@ def measure(
     device = start_device(None if cluster.startswith(QUOTA) else cluster, rank)
     comm = ProcessGroupComm()
     results = {}
-    for stage in stages:
-        began_s = time.perf_counter()
-        measured = profile(recipe, zero_stage=stage, comm=comm, device=device, global_batch_size=batch)
-        profile_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    profiles = profile(recipe, zero_stage=stages, comm=comm, device=device, global_batch_size=batch)
+    profile_s = time.perf_counter() - began_s
+    for stage, measured in zip(stages, profiles, strict=True):
         plan = allocate(measured, batch)
         assert plan.predicted is not None
         plans = {"plan": plan} | (dict(neighbouring(plan, measured)) if neighbours else {})
-        alone = alone_plan(measured, rank, batch)
-        times = time_plans(plans, rank, comm, device, steps, alone)
+        singles = [alone_plan(measured, row, plan) for row in range(world_size)]
+        times = time_plans(plans, rank, comm, device, steps, singles)
         gc.collect()
-        by_rank = (times[f"alone-{turn}"] for turn in range(world_size))
-        ideal = [sum(1 / seconds for seconds in row) for row in zip(*by_rank, strict=True)]
+        by_rank = [
+            [single.global_batch_size / seconds for seconds in times[f"alone-{turn}"]]
+            for turn, single in enumerate(singles)
+        ]
+        ideal = [sum(rates) for rates in zip(*by_rank, strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}
         alone_s = [medians.pop(f"alone-{turn}") for turn in range(world_size)]
         results[stage] = {
             "predicted_s": plan.predicted.step_s,
             "measured_s": medians.pop("plan"),
             "alone_s": alone_s,
-            "share_of_ideal": paired_ratio([1 / seconds for seconds in times["plan"]], ideal).median,
+            "share_of_ideal": paired_ratio([batch / seconds for seconds in times["plan"]], ideal).median,
             "neighbours_s": medians,
             "profile_s": profile_s,
             "rows": [row.micro_batch_sizes for row in plan.ranks],
@@ -97,17 +100,20 @@ def time_plans(
     comm: ProcessGroupComm,
     device: Device,
     steps: int,
-    alone: Plan | None = None,
+    singles: Sequence[Plan] = (),
 ) -> dict[str, list[float]]:
     """Return the seconds of steps by each plan of one stage, taken in turns.
 
     Args:
-        alone: what this rank trains by itself, the others at rest, as "alone-RANK".
+        singles: what each rank trains by itself, the others at rest, as "alone-RANK".
     """
     first = next(iter(plans.values()))
-    with running(first, comm, device) as engine, resting_beside(alone, first.zero_stage, device) as single:
+    with (
+        running(first, comm, device) as engine,
+        resting_beside(singles[rank] if singles else None, first.zero_stage, device) as single,
+    ):
         tasks = {name: partial(step_s, engine, steps_of(plan, rank), comm) for name, plan in plans.items()}
-        for turn in range(comm.world_size if alone is not None else 0):
+        for turn in range(len(singles)):
             tasks[f"alone-{turn}"] = partial(alone_step_s, single if turn == rank else None, comm)
         return {name: values[WARM_UP_STEPS:] for name, values in interleave(tasks, WARM_UP_STEPS + steps).items()}
 
@@ -122,9 +128,11 @@ def running(plan: Plan, comm: ProcessGroupComm, device: Device) -> Iterator[Engi
     engine.close()
 
 
-def alone_plan(measured: ClusterProfile, rank: int, batch: int) -> Plan:
-    """Return the plan that is best for a rank by itself."""
-    return allocate(ClusterProfile(zero_stage=0, ranks=(replace(measured.ranks[rank], device_id=None),)), batch)
+def alone_plan(measured: ClusterProfile, rank: int, plan: Plan) -> Plan:
+    """Return how a rank trains its samples of ``plan`` fastest by itself; one without samples its largest batch."""
+    row = measured.ranks[rank]
+    samples = plan.ranks[rank].num_samples or row.max_micro_batch_size
+    return allocate(ClusterProfile(zero_stage=0, ranks=(replace(row, device_id=None),)), samples)
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def _fit_with_comparison(rank, world_size):
 
     weights, seconds = [], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "profile", lambda *args, **settings: (profile,))
+        patch.setattr(training, "profile_to_plan", lambda *args, **settings: (profile,))
         patch.setattr(training, "Loop", Watch)
         for compare_steps in (0, 3):
             result = fit(tiny_recipe.recipe, global_batch_size=11, steps=8, compare_steps=compare_steps, progress=False)
