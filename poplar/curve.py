@@ -177,9 +177,15 @@ def _steadied(sizes: NDArray[np.float64], seconds: NDArray[np.float64], spreads:
     """
     if len(sizes) < 3:
         return seconds.tolist()
-    # Least squares of relative differences: noise is a share of the time.
-    columns = np.stack([1 / seconds, sizes / seconds], axis=1)
-    fixed_s, sample_s = np.linalg.lstsq(columns, np.ones(len(sizes)), rcond=None)[0]
+    # Least squares of relative differences, since noise is a share of the time: fixed_s / t + sample_s * n / t = 1.
+    # Written out and summed exactly, so that unlike processors, whose linear algebra differs, find the same line.
+    x, y = (1 / seconds).tolist(), (sizes / seconds).tolist()
+    xx, yy, xy = (math.fsum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((x, x), (y, y), (x, y)))
+    determinant = xx * yy - xy * xy
+    if determinant <= 0:
+        return seconds.tolist()
+    fixed_s = (yy * math.fsum(x) - xy * math.fsum(y)) / determinant
+    sample_s = (xx * math.fsum(y) - xy * math.fsum(x)) / determinant
     slack = seconds * np.array([spreads.get(int(size), 0.0) for size in sizes]) / 2
     slack = np.minimum(slack, seconds / 2)
     return np.clip(fixed_s + sample_s * sizes, seconds - slack, seconds + slack).tolist()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from poplar.config import REDUCTIONS, Batch
-from poplar.errors import CommunicationError, ConfigError, ModelError, NonFiniteError
+from poplar.errors import CommunicationError, ConfigError, ModelError, NonFiniteError, StepError
 from poplar.zero.build import Layout, build, layout_signature
 from poplar.zero.clip import check_norm_type, clip_coefficient, global_norm, local_norm_part
 from poplar.zero.comm import check_same, raise_failure, raise_together
@@ -138,6 +138,7 @@ class Engine:
         self._settings = settings
         self._skipped_in_a_row = 0
         self._is_unsharded = False
+        self._broken: str | None = None  # why the ranks' weights may differ
         self._vote_wait_s = 0.0
         self._stage, self._binding = build(module, optimizer, layout, whole_states(optimizer))
         self._signature = layout_signature(self._stage.units)
@@ -299,10 +300,17 @@ class Engine:
             self._binding.step()
         except Exception as error:
             problem = error
+            self._broken = f"{type(error).__name__}: {error}"
         if self.num_steps == 0:
             # The optimizer makes its state now, and may run out of memory on one rank alone.
-            raise_together(self.comm, problem, "failed in the optimizer's first step")
+            try:
+                raise_together(self.comm, problem, "failed in the optimizer's first step")
+            except Exception as error:
+                self._broken = self._broken or str(error)
+                raise
         elif problem is not None:
+            # No vote follows in this step, and the others are about to publish: be there, and tell in the next step.
+            self._stage.publish()
             raise problem
         for _, buffer in self._stage.trainable_buffers():
             if buffer.master is not buffer.shard:
@@ -387,6 +395,11 @@ class Engine:
         try:
             if self._is_unsharded:
                 raise ConfigError("step and evaluate cannot run inside `with engine.unsharded():`")
+            if self._broken is not None:
+                raise StepError(
+                    f"the optimizer failed in an earlier step ({self._broken}), so that some weights may be updated "
+                    "and others not; go on from a checkpoint (engine.load)"
+                )
             self._watch.check()
             batches = list(micro_batches)
             weights = [0.0 if batch is None else self._weigh(batch) for batch in batches]
@@ -541,7 +554,9 @@ class Engine:
         """
         from poplar.checkpoint import load_checkpoint
 
-        return load_checkpoint(self, path)
+        extra = load_checkpoint(self, path)
+        self._broken = None
+        return extra
 
     def close(self) -> None:
         """Remove the hooks from the model. At stage 3 its parameters stay sharded."""

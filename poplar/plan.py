@@ -7,6 +7,7 @@ Both are plain, frozen, and can be built by hand from numbers. Both are stored a
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import tempfile
@@ -309,6 +310,11 @@ class Plan:
                     f"rank {rank} runs on card {actual}, the plan was made with {row.device_id} ({row.device}) there; "
                     "make a new plan, or order the cards as they were (CUDA_DEVICE_ORDER=PCI_BUS_ID keeps the order)"
                 )
+
+    @property
+    def checksum(self) -> str:
+        """A short name for what the plan says; equal plans have equal ones."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
         return dump_record("plan", PLAN_VERSION, self)

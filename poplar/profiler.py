@@ -20,6 +20,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 from poplar.allocator import choose_outcome, explain
@@ -30,7 +31,7 @@ from poplar.plan import ClusterProfile, Plan
 from poplar.planning.shards import best_suggestion
 from poplar.profiling.session import ProfileSession, ProfileSettings
 from poplar.rng import preserved_random_state
-from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, check_same, join_process_group
+from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, from_rank_0, join_process_group
 from poplar.zero.precision import PoplarWarning
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ def profile(
     stages = _checked_stages(zero_stage)
     checked = _checked_settings(settings)
     comm, device = _place(group, comm, device, memory_fraction)
-    with _without_trace():
-        session = ProfileSession(recipe, checked, comm, device)
-        profiles = session.profile_stages(stages)
+    profiles, _ = _measure(recipe, stages, checked, comm, device)
     return profiles[0] if isinstance(zero_stage, int) else profiles
 
 
@@ -109,18 +108,38 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
-    group, device = settings.get("group"), settings.get("device")
-    comm, device = _place(group, settings.get("comm"), device, settings.pop("memory_fraction", None))
-    settings.update(group=None, comm=comm, device=device)
     stages = "all" if zero_stage == "auto" else zero_stage
-    profiles = profile_to_plan(recipe, global_batch_size, stages, strategy, **settings)
-    plan = choose_outcome(explain(profiles, global_batch_size, strategy))
-    check_same(comm, plan.to_json(), "the plan")
-    return plan
+    comm, device = _place(
+        settings.pop("group", None),
+        settings.pop("comm", None),
+        settings.pop("device", None),
+        settings.pop("memory_fraction", None),
+    )
+    profiles = profile_to_plan(recipe, global_batch_size, stages, strategy, comm=comm, device=device, **settings)
+    return plan_together(comm, profiles, global_batch_size, strategy)
+
+
+def plan_together(
+    comm: Communicator, profiles: Sequence[ClusterProfile], global_batch_size: int, strategy: str
+) -> Plan:
+    """Return rank 0's plan from ``profiles``, with notes on every stage.
+
+    Raises:
+        ConfigError, InfeasiblePlanError: as ``allocate``, on every rank.
+    Collective.
+    """
+    return from_rank_0(comm, lambda: choose_outcome(explain(profiles, global_batch_size, strategy)))
 
 
 def profile_to_plan(
-    recipe: Recipe, global_batch_size: int, zero_stage: int | Sequence[int] | str, strategy: str, **settings: Any
+    recipe: Recipe,
+    global_batch_size: int,
+    zero_stage: int | Sequence[int] | str,
+    strategy: str,
+    *,
+    comm: Communicator,
+    device: Device,
+    **settings: Any,
 ) -> tuple[ClusterProfile, ...]:
     """Profile all that a plan is chosen from: the stages, and what uneven shards promise to make faster.
 
@@ -133,14 +152,28 @@ def profile_to_plan(
     Collective.
     """
     stages = _checked_stages(zero_stage)
-    settings["global_batch_size"] = global_batch_size
-    profiles = profile(recipe, zero_stage=stages, **settings)
-    if strategy == "exact" and settings.get("shard_ratios") is None:
-        suggestion = best_suggestion(profiles, global_batch_size)
+    checked = _checked_settings({**settings, "global_batch_size": global_batch_size})
+    profiles, level = _measure(recipe, stages, checked, comm, device)
+    # Ratios are by rank of the whole cluster, not of a group that is repeated in it.
+    if strategy == "exact" and checked.shard_ratios is None and comm.shard_world_size == comm.world_size:
+        suggestion = from_rank_0(comm, lambda: best_suggestion(profiles, global_batch_size))
         if suggestion is not None:
-            uneven = {**settings, "shard_ratios": suggestion.shard_ratios}
-            profiles += profile(recipe, zero_stage=(suggestion.profile.zero_stage,), **uneven)
+            uneven = replace(checked, shard_ratios=suggestion.shard_ratios)
+            # At the level of the others, since it has to beat them by a few percent.
+            profiles += _measure(recipe, (suggestion.profile.zero_stage,), uneven, comm, device, level)[0]
     return profiles
+
+
+def _measure(
+    recipe: Recipe,
+    stages: Sequence[int],
+    settings: ProfileSettings,
+    comm: Communicator,
+    device: Device,
+    level: float | None = None,
+) -> tuple[tuple[ClusterProfile, ...], float]:
+    with _without_trace():
+        return ProfileSession(recipe, settings, comm, device).profile_stages(stages, level)
 
 
 def _checked_stages(zero_stage: Any) -> tuple[int, ...]:

@@ -19,7 +19,14 @@ from poplar.engine import Engine, LossFunction, StepSettings, WeightFunction
 from poplar.errors import ConfigError, ModelError
 from poplar.plan import Plan, check_shard_ratios
 from poplar.zero.build import Layout
-from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, join_process_group, raise_together
+from poplar.zero.comm import (
+    Communicator,
+    LoopbackComm,
+    ProcessGroupComm,
+    check_same,
+    join_process_group,
+    raise_together,
+)
 from poplar.zero.debug import CheckedComm
 from poplar.zero.hybrid import HybridComm
 from poplar.zero.optimizer import check_elementwise
@@ -101,6 +108,8 @@ def initialize(
         problem = error
     # An argument may be wrong on one rank alone; the others must not wait for it.
     raise_together(comm, problem, "could not initialize")
+    # Batches of another plan would be taken twice on one rank, or by nobody.
+    check_same(comm, "none" if plan is None else plan.checksum, "plan= (by checksum)")
     if plan is not None:
         plan.check_cluster(comm.world_size, comm.gather_objects(device.device_id))
     layout = Layout(

@@ -26,7 +26,7 @@ from poplar.fit_config import FitConfig
 from poplar.loader import PlannedLoader
 from poplar.plan import ClusterProfile, Plan, profile_of
 from poplar.planning.record import StepRecord
-from poplar.profiler import profile, profile_to_plan
+from poplar.profiler import plan_together, profile, profile_to_plan
 from poplar.progress import RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
@@ -46,7 +46,7 @@ from poplar.zero.comm import (
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a run gave; the same on every rank, but for ``engine``."""
+    """What a run gave; the same on every rank, but for ``engine`` and ``equal_step_s``."""
 
     engine: Engine
     """Holds the trained model: ``engine.full_state_dict()``, ``engine.save(path)``."""
@@ -62,11 +62,11 @@ class FitResult:
     step_s: float | None
     """Measured seconds of a step of the plan; None where the run was too short to tell."""
     equal_step_s: float | None
-    """Measured seconds of a step of the equal split; None where it was not measured."""
+    """Measured seconds of a step of the equal split, here; None where it was not measured."""
     record: StepRecord | None
     """A step of the plan, predicted and measured, with its parts; None where the run was too short to tell."""
     idle_shares: tuple[float, ...]
-    """By rank: share of the plan's steps spent waiting for other ranks and for data."""
+    """By rank: share of the plan's steps spent waiting for other ranks."""
     run_dir: str | None
 
     @property
@@ -154,12 +154,12 @@ def choose_plan(
     """Return the plan that the settings give, or profile and make one; and the profile of its stage. Collective."""
     given = config.given_plan()
     if given is not None:
+        check_same(comm, given.checksum, "the plan (by checksum)")
         names = comm.gather_objects(device.name)
         rows = [replace(row, device=row.device or name) for row, name in zip(given.ranks, names, strict=True)]
         return replace(given, ranks=tuple(rows)), None
     profiles = profile_stages(recipe, config, comm, device, to_plan=True)
-    plan = allocate(profiles, config.global_batch_size, config.strategy)
-    check_same(comm, plan.to_json(), "the plan")
+    plan = plan_together(comm, profiles, config.global_batch_size, config.strategy)
     return plan, profile_of(plan, profiles)
 
 

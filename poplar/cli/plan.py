@@ -108,14 +108,14 @@ def measure_plan(
 
 def plan_rank(reference: str, config: FitConfig, num_steps: int) -> tuple[list[str], str]:
     """Profile, plan and train on one rank; return the profiles and the record as JSON. Collective."""
-    from poplar.allocator import allocate
+    from poplar.profiler import plan_together
     from poplar.recipe_loading import load_recipe
     from poplar.training import fit, join, leave, profile_stages
 
     recipe = load_recipe(reference)
     comm, device = join(config)
     profiles = profile_stages(recipe, config, comm, device, to_plan=True)
-    chosen = allocate(profiles, config.global_batch_size, config.strategy)
+    chosen = plan_together(comm, profiles, config.global_batch_size, config.strategy)
     # A step is measured from the end of the one before, so that the first is not.
     result = fit(recipe, replace(config, plan=chosen, steps=num_steps + 1, progress=False))
     leave(result.engine.comm)

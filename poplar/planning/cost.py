@@ -102,7 +102,7 @@ def _settled(seconds: float) -> float:
 
 
 def _key(rank: RankProfile, row: Row) -> tuple[object, ...]:
-    return rank.points, rank.max_micro_batch_size, row
+    return rank.points, rank.point_spreads, rank.max_micro_batch_size, row
 
 
 def _seconds_by_row(profile: ClusterProfile, rows: Sequence[Row]) -> dict[tuple[object, ...], list[float]]:

@@ -25,6 +25,8 @@ from poplar.plan import ClusterProfile, Plan, RankProfile
 
 _NUM_TIMES = 24
 _NUM_GROWTHS = 8
+_MARGIN = 0.1
+"""Share of the memory that a profile may have left free on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,11 @@ def suggest_shard_ratios(
 
 
 def best_suggestion(profiles: Sequence[ClusterProfile], global_batch_size: int) -> ShardSuggestion | None:
-    """Return the suggestion for the stage that it makes fastest, if it beats every profile by ``MIN_SHARD_GAIN``."""
+    """Return the suggestion for the stage that it makes fastest, if it beats every profile by ``MIN_SHARD_GAIN``.
+
+    Raises:
+        ConfigError: as ``allocate``.
+    """
     planned = [outcome.step_s for outcome in explain(profiles, global_batch_size)]
     suggestions = (suggest_shard_ratios(profile, global_batch_size) for profile in profiles)
     best = min((one for one in suggestions if one is not None), key=lambda suggestion: suggestion.step_s, default=None)
@@ -136,6 +142,8 @@ def _memory_of(rank: RankProfile, held_bytes: float, global_batch_size: int) -> 
     room_bytes = held_bytes + np.maximum(rank.memory_limit_bytes - np.maximum.accumulate(peak_bytes), 0.0)
     # One sample more than the maximum did not fit. Where the limit says it should have, what is left is not to be had.
     left_bytes = room_bytes[-1] - held_bytes
+    if left_bytes > 2 * slope + _MARGIN * rank.memory_limit_bytes:
+        return _Memory(held_bytes=held_bytes, room_bytes=room_bytes)  # something else than memory ended the search
     gap_bytes = slope - left_bytes if left_bytes < slope else slope
     most_more = min(int(1 + (held_bytes - gap_bytes) / slope), max(0, global_batch_size - maximum))
     grown_bytes = held_bytes - gap_bytes - slope * np.arange(most_more)
@@ -159,16 +167,17 @@ def _wishes(profile: ClusterProfile, memories: Sequence[_Memory], now: Plan) -> 
     for time_s in times_s[np.unique(np.linspace(0, len(times_s) - 1, _NUM_TIMES).astype(int))]:
         yield [curve.largest_within(time_s) for curve in curves]
     used = [max(row.micro_batch_sizes, default=0) for row in now.ranks]
-    grown: dict[object, list[int]] = {}
+    maxima = [rank.max_micro_batch_size for rank in profile.ranks]
+    kinds: dict[str, list[int]] = {}
     for rank, measured in enumerate(profile.ranks):
-        grown.setdefault((measured.points, measured.max_micro_batch_size, most[rank]), []).append(rank)
-    for ranks in grown.values():
-        members = set(ranks)
-        maximum, largest = profile.ranks[ranks[0]].max_micro_batch_size, most[ranks[0]]
-        if largest == maximum:
+        kinds.setdefault(measured.device, []).append(rank)
+    for ranks in kinds.values():
+        room = max(most[rank] - maxima[rank] for rank in ranks)
+        if room < 1:
             continue
-        for target in np.unique(np.geomspace(maximum + 1, largest, _NUM_GROWTHS).astype(int)):
-            yield [int(target) if rank in members else used[rank] for rank in range(profile.world_size)]
+        for more in np.unique(np.geomspace(1, room, _NUM_GROWTHS).astype(int)):
+            grown = {rank: min(most[rank], maxima[rank] + int(more)) for rank in ranks}
+            yield [grown.get(rank, used[rank]) for rank in range(profile.world_size)]
 
 
 def level_out(rooms: np.ndarray, total: float) -> np.ndarray:

@@ -7,7 +7,9 @@ Which of two equal cards it was does not matter. Memory that has become less sin
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poplar.device import Device, query_driver
-from poplar.errors import ConfigError
 from poplar.plan import ClusterProfile, write_text_atomically
 from poplar.profiling.state import RecipeFacts, digest
 from poplar.zero.comm import Communicator
@@ -23,8 +24,10 @@ from poplar.zero.comm import Communicator
 if TYPE_CHECKING:
     from poplar.profiling.session import ProfileSettings
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Goes up when profiles are measured in another way."""
+_OTHER_MEMORY = 1.1
+"""A profile that memory limited is made anew where there is so much more of it now."""
 
 
 class ProfileCache:
@@ -42,6 +45,7 @@ class ProfileCache:
         self._refresh = settings.refresh
         self._comm = comm
         self._device = device
+        self._largest_wanted = settings.effort(device, comm.world_size).largest_wanted
         self._key = {
             "version": CACHE_VERSION,
             "recipe": facts.fingerprint,
@@ -52,31 +56,37 @@ class ProfileCache:
             "shard_ratios": settings.shard_ratios,
             "units": repr(settings.units),
             "clips": settings.max_grad_norm is not None,
-            "largest": settings.effort(device).largest_wanted,
+            "largest": self._largest_wanted,
             "memory_margin": settings.memory_margin,
+            "memory_fraction": device.memory_fraction,
             "device": _describe(device),
         }
 
-    def read(self, zero_stage: int) -> ClusterProfile | None:
-        """Return an earlier profile that still holds; None: there is none, or it is to be made anew. Collective."""
+    def read(self, zero_stage: int) -> tuple[ClusterProfile, list[float]] | None:
+        """Return an earlier profile that still holds, as given to ``write``; None: there is none, or not to be taken.
+
+        Collective.
+        """
         if self._folder is None or self._refresh:
             return None
         path = self._path(zero_stage)
         found = self._comm.broadcast_object(_read(path) if self._comm.rank == 0 else None, 0)
         if found is None:
             return None
-        if any(row[0] for row in self._comm.gather_floats([float(self._is_too_large(found))])):
+        profile, levels = found
+        if any(row[0] for row in self._comm.gather_floats([float(self._has_other_memory(profile))])):
             return None
         ids = self._comm.gather_objects(self._device.device_id)
-        return replace(found, ranks=tuple(replace(r, device_id=i) for r, i in zip(found.ranks, ids, strict=True)))
+        ranks = tuple(replace(row, device_id=own) for row, own in zip(profile.ranks, ids, strict=True))
+        return replace(profile, ranks=ranks), levels
 
-    def write(self, profile: ClusterProfile) -> None:
-        """Keep a profile for later. Collective."""
+    def write(self, profile: ClusterProfile, levels: Sequence[float]) -> None:
+        """Keep a profile for later, and how slow the processors were at its steps (collectives.py). Collective."""
         if self._folder is None:
             return
         path = self._path(profile.zero_stage)
         if self._comm.rank == 0:
-            write_text_atomically(path, profile.to_json())
+            write_text_atomically(path, json.dumps({"levels": list(levels), "profile": profile.to_json()}))
 
     def _path(self, zero_stage: int) -> Path:
         """Return the file of a stage, the same on every rank. Collective."""
@@ -84,17 +94,24 @@ class ProfileCache:
         keys = self._comm.gather_objects(digest({**self._key, "zero_stage": zero_stage}))
         return self._folder / f"profile-z{zero_stage}-{digest(keys)}.json"
 
-    def _is_too_large(self, found: ClusterProfile) -> bool:
-        """Return whether this rank's memory has become less than the profile needs."""
+    def _has_other_memory(self, found: ClusterProfile) -> bool:
+        """Return whether this rank has less memory than the profile needs, or more than limited it."""
         limit = self._device.memory_limit_bytes
-        needed = max((peak for _, peak in found.ranks[self._comm.rank].memory_points), default=0)
-        return limit is not None and needed > limit - self._device.allocated_bytes()
+        if limit is None:
+            return False
+        row = found.ranks[self._comm.rank]
+        usable_bytes = limit - self._device.allocated_bytes()
+        needed_bytes = max((peak for _, peak in row.memory_points), default=0)
+        known_bytes = row.memory_limit_bytes if row.memory_limit_bytes is not None else usable_bytes
+        could_grow = row.max_micro_batch_size < self._largest_wanted
+        return needed_bytes > usable_bytes or (could_grow and usable_bytes > known_bytes * _OTHER_MEMORY)
 
 
-def _read(path: Path) -> ClusterProfile | None:
+def _read(path: Path) -> tuple[ClusterProfile, list[float]] | None:
     try:
-        return ClusterProfile.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ConfigError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return ClusterProfile.from_json(found["profile"]), [float(level) for level in found["levels"]]
+    except (OSError, ValueError, KeyError, TypeError):  # ValueError: also a ConfigError, or not UTF-8
         return None  # none yet, or of another release, or damaged: measured anew
 
 

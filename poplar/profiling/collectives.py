@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from poplar.engine import Engine
 from poplar.errors import ProfileError, StepError
 from poplar.plan import RankProfile
 from poplar.profiling.parts import EngineSettings, ProbeBatches
-from poplar.zero.comm import Communicator
+from poplar.zero.comm import Communicator, from_rank_0, raise_together
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 ROUNDS_S = 2.5
@@ -92,12 +93,18 @@ def calibrate(
     optimizer_s = max(rank.optimizer_step_s for rank in ranks)
     counts = (1, 2) if zero_stage >= 2 else (1,)
     expected_s = sum(count * compute_s + optimizer_s for count in counts)
-    num_rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, ROUNDS_S / max(expected_s, 1e-9))))
+    num_rounds = from_rank_0(comm, lambda: int(min(MAX_ROUNDS, max(MIN_ROUNDS, ROUNDS_S / max(expected_s, 1e-9)))))
     failure: Exception | None = None
+    batch: Any = None
+    try:
+        batch = batches.make(sizes[comm.rank]) if sizes[comm.rank] else None
+    except Exception as error:
+        failure = error
+    raise_together(comm, failure, "could not make a batch to measure the collectives with")
     seconds: list[float] = []
     try:
         with device.metered() if device.is_emulated else contextlib.nullcontext():
-            seconds = _time_steps(settings, batches, zero_stage, sizes[comm.rank], counts, num_rounds, comm, device)
+            seconds = _time_steps(settings, batch, zero_stage, counts, num_rounds, comm, device)
     except Exception as error:
         failure = error
     kinds = [row[0] for row in comm.gather_floats([_kind(failure)])]
@@ -135,9 +142,8 @@ def _kind(failure: Exception | None) -> float:
 
 def _time_steps(
     settings: EngineSettings,
-    batches: ProbeBatches,
+    batch: Any,
     zero_stage: int,
-    size: int,
     counts: Sequence[int],
     num_rounds: int,
     comm: Communicator,
@@ -149,7 +155,6 @@ def _time_steps(
     """
     engine = settings.build(zero_stage, comm, device)
     try:
-        batch = batches.make(size) if size else None
         seconds = np.zeros((2, len(counts), num_rounds))
         engine.step([batch])  # makes connections, and the order of the collectives
         for number in range(num_rounds):

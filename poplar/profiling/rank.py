@@ -45,6 +45,8 @@ class Effort:
     """About how long one stage may take; then no larger micro-batch is tried."""
     point_budget_s: float
     """About how long repeats of one size may take, beyond the first two."""
+    undisturbed: bool = False
+    """Take the lower quartile of repeats: see timing.py, [Note: the undisturbed quarter]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,7 @@ class _Measurement:
 
     def _result(self, least_state_bytes: int) -> Measured:
         probe, largest = self.probe, self.search.largest
-        undisturbed = probe.device.is_emulated
-        timings = {size: summarize(probe.runs_s[size], undisturbed) for size in sizes_to_time(largest)}
+        timings = {size: summarize(probe.runs_s[size], self.effort.undisturbed) for size in sizes_to_time(largest)}
         self._note_outcome({size: timing.spread for size, timing in timings.items()})
         return Measured(
             profile=RankProfile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ from poplar.profiling.parts import EngineSettings, ProbeBatches, give_back
 from poplar.profiling.probe import RankProbe
 from poplar.profiling.rank import Effort, Measured, measure_rank
 from poplar.profiling.state import RecipeFacts, learn_facts
-from poplar.zero.comm import Communicator, raise_together
+from poplar.zero.comm import Communicator, from_rank_0, raise_together
 from poplar.zero.precision import resolve_precision
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ class ProfileSettings:
         if self.refresh and self.cache_dir is None:
             raise ConfigError("refresh=True replaces what cache_dir holds; give cache_dir too")
 
-    def effort(self, device: Device) -> Effort:
-        """Return how far measuring on ``device`` goes."""
+    def effort(self, device: Device, world_size: int) -> Effort:
+        """Return how far measuring on ``device`` goes, one of ``world_size`` ranks."""
         is_plain_cpu = device.torch_device.type == "cpu" and not device.is_emulated
         stage_s, point_s = CPU_BUDGETS_S if is_plain_cpu else CARD_BUDGETS_S
         wishes = (LARGEST_MICRO_BATCH_SIZE, self.global_batch_size, self.max_micro_batch_size)
@@ -88,6 +89,8 @@ class ProfileSettings:
             memory_margin=self.memory_margin,
             stage_budget_s=stage_s if self.stage_budget_s is None else self.stage_budget_s,
             point_budget_s=point_s if self.point_budget_s is None else self.point_budget_s,
+            # A single rank takes no steps with others, which would tell how slow the processor is in the mean.
+            undisturbed=device.is_emulated and world_size > 1,
         )
 
 
@@ -101,7 +104,8 @@ class ProfileSession:
         self._batches = ProbeBatches(recipe, device)
         self._runs_s: dict[int, list[float]] = {}
         """Micro-steps of stages 0 and 1, which are the same work."""
-        self._levels: list[float] = []
+        self._levels: dict[int, list[float]] = {}
+        """By stage: see [Note: the rank that waits least]."""
         ratios = settings.shard_ratios
         self._ratios = None if ratios is None else check_shard_ratios(ratios, comm.shard_world_size)
         native = comm.gather_objects(device.native_dtypes()) if settings.precision == "auto" else []
@@ -118,17 +122,28 @@ class ProfileSession:
         )
         self._cache = ProfileCache(settings, comm, device, self._facts, precision.name)
 
-    def profile_stages(self, zero_stages: Sequence[int]) -> tuple[ClusterProfile, ...]:
-        """Return the profile of each stage. Collective."""
-        found = {stage: self._cache.read(stage) for stage in zero_stages}
-        measured = {stage: self._profile_stage(stage) for stage, cached in found.items() if cached is None}
+    def profile_stages(
+        self, zero_stages: Sequence[int], level: float | None = None
+    ) -> tuple[tuple[ClusterProfile, ...], float]:
+        """Return the profile of each stage, and the level that their times are scaled to. Collective.
+
+        Args:
+            level: of profiles that these are to be compared with. None: as it is found.
+        """
+        found: dict[int, ClusterProfile] = {}
+        for stage in zero_stages:
+            cached = self._cache.read(stage)
+            if cached is not None:
+                found[stage], self._levels[stage] = cached
+                continue
+            found[stage] = self._profile_stage(stage)
+            if any(rank.points for rank in found[stage].ranks):
+                self._cache.write(found[stage], self._levels.get(stage, ()))
         # One level for all stages, or a slow minute would decide between them: [Note: the rank that waits least].
-        level = median(self._levels) if self._levels else 1.0
-        for stage, unscaled in measured.items():
-            found[stage] = scaled = unscaled.scaled(level)
-            if any(rank.points for rank in scaled.ranks):
-                self._cache.write(scaled)
-        return tuple(profile for stage in zero_stages if (profile := found[stage]) is not None)
+        if level is None:
+            levels = [one for stage in zero_stages for one in self._levels.get(stage, ())]
+            level = median(levels) if levels else 1.0
+        return tuple(found[stage].scaled(level) for stage in zero_stages), level
 
     def _profile_stage(self, zero_stage: int) -> ClusterProfile:
         least_bytes = self._facts.least_state_bytes(zero_stage, self._share)
@@ -170,7 +185,7 @@ class ProfileSession:
         runs_s = self._runs_s if zero_stage < 2 else None
         probe = RankProbe(self._engines, self._batches, zero_stage, place, self._device, runs_s)
         with self._device.hurried():
-            return measure_rank(probe, self._settings.effort(self._device), least_bytes)
+            return measure_rank(probe, self._settings.effort(self._device, self._comm.world_size), least_bytes)
 
     def _ruled_out(self, least_bytes: int, misses: bool) -> Measured:
         """Return the profile of a rank at a stage that cannot fit this rank, or another one."""
@@ -195,7 +210,7 @@ class ProfileSession:
         rows, outgrown = list(measured), set[int]()
         while True:
             profiles = [row.profile for row in rows]
-            sizes = balanced_sizes(profiles, self._settings.global_batch_size)
+            sizes = from_rank_0(self._comm, partial(balanced_sizes, profiles, self._settings.global_batch_size))
             if self._comm.world_size == 1 or not any(sizes):
                 return self._assemble(zero_stage, rows)
             found = calibrate(self._engines, self._batches, zero_stage, profiles, sizes, self._comm, self._device)
@@ -207,7 +222,7 @@ class ProfileSession:
                 continue
             for rank in outgrown:  # what ran among others is known to fit, and nothing above it
                 rows[rank] = _bounded(rows[rank], sizes[rank])
-            self._levels += found.levels
+            self._levels[zero_stage] = list(found.levels)
             return replace(
                 self._assemble(zero_stage, rows),
                 micro_step_collective_s=found.micro_step_collective_s,

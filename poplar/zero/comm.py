@@ -18,9 +18,9 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor
 from poplar.errors import CommunicationError, ConfigError, ShapeError, StepError
 from poplar.zero.transport import Done, Messages, Work, choose_transport
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -287,6 +288,23 @@ def raise_failure(comm: Communicator, own: BaseException | None, what: str) -> N
         raise own
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
     raise StepError(f"rank {rank} {what}: {text}")
+
+
+def from_rank_0(comm: Communicator, make: Callable[[], T]) -> T:
+    """Return what ``make`` gives on rank 0; what it raises there is raised everywhere. Collective.
+
+    For what every rank could make from the same numbers, but must not make even a little differently, since the ranks'
+    next collectives depend on it: unlike processors round differently.
+    """
+    made: tuple[Any, Exception | None]
+    try:
+        made = make(), None
+    except Exception as error:
+        made = None, error
+    result, failure = comm.broadcast_object(made, 0)
+    if failure is not None:
+        raise failure
+    return result
 
 
 def check_same(comm: Communicator, value: Any, what: str) -> None:

@@ -329,13 +329,15 @@ class Stage3(Stage2):
     def _lead(self, training: bool, compute: Callable[[], None]) -> tuple[list[int], list[Op]]:
         self._recorded = []
         self.collector.discard = True
-        buffers = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self.model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         try:
+            # In here, since memory may run out, and the others are waiting to be told.
+            buffers += [
+                (module._buffers, name, buffer, buffer.clone())
+                for module in self.model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
             with preserved_random_state(), _ParameterReads(self._read):
                 compute()
             message: Any = (sorted(unit.index for unit in self._always), self._recorded)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,56 @@ def _faults(rank: int, world_size: int) -> None:
 
 def test_a_failing_rank_is_heard_everywhere_and_leaves_no_trace() -> None:
     run_ranks(_faults, 2, timeout_s=110)
+
+
+class _FailingSgd(torch.optim.SGD):
+    """Fails after it has updated the first tensor, as an out-of-memory in the middle of a step would."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            first = self.param_groups[0]["params"][0]
+            first.data.add_(1.0)
+            raise torch.OutOfMemoryError("in the optimizer")
+        return super().step(closure)
+
+
+def _fault_in_the_optimizer(rank: int, world_size: int, parent: str) -> None:
+    """Weights may differ afterwards: no step is taken with them, on any rank, until a checkpoint has been loaded."""
+    for stage in (0, 1, 2, 3):
+        for healthy_steps in (0, 2):
+            torch.manual_seed(0)
+            model = build(CASE, seed=rank)
+            optimizer = _FailingSgd(model.parameters(), lr=0.1, momentum=0.9)
+            engine = poplar.initialize(model, optimizer, _loss, zero_stage=stage)
+            where = f"stage {stage}, after {healthy_steps} steps"
+            for step in range(healthy_steps):
+                engine.step(_split(rank, world_size, step))
+            folder = f"{parent}/z{stage}-{healthy_steps}"
+            engine.save(folder)
+            step_again = partial(engine.step, _split(rank, world_size, 0))
+            optimizer.fails = rank == 1
+            if rank == 1:
+                _raises(torch.OutOfMemoryError, step_again, where)
+            elif healthy_steps == 0:
+                _raises(StepError, step_again, where)
+            else:
+                step_again()  # hears of it in the next
+            optimizer.fails = False
+            text = _raises(StepError, step_again, where)
+            assert "optimizer" in text, text
+            _raises(StepError, partial(engine.evaluate, _split(rank, world_size, 0)), where)
+            engine.load(folder)
+            assert not step_again().skipped, where
+            state = engine.full_state_dict()
+            for other in engine.comm.gather_objects(state):
+                assert all(torch.equal(other[name], value) for name, value in state.items()), where
+            engine.close()
+
+
+def test_a_failing_optimizer_stops_all_ranks_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    run_ranks(_fault_in_the_optimizer, 3, str(tmp_path))
 
 
 def _fault_on_leader_and_in_evaluation(rank: int, world_size: int) -> None:

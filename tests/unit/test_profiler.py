@@ -547,17 +547,26 @@ def test_an_earlier_profile_is_taken_until_something_that_matters_changes(tmp_pa
     assert is_measured(recipe, tmp_path, comm=EchoComm(0, 3))
     assert is_measured(make_recipe(before_loss=calls.append, model=_Overflows), tmp_path)
     assert is_measured(recipe, tmp_path, FakeDevice(first.ranks[0].memory_points[-1][1] - 1))
+    assert is_measured(recipe, tmp_path, FakeDevice(memory_fraction=0.5))
     assert is_measured(recipe, tmp_path / "elsewhere")
     assert not is_measured(recipe, tmp_path, max_micro_batch_size=8)
+
+
+def test_a_profile_that_memory_limited_is_made_anew_where_there_is_more(tmp_path: Path) -> None:
+    memory_bytes = _peaks(2, [4])[4] + 64
+    small = _cached(make_recipe(), tmp_path, FakeDevice(memory_bytes))
+    assert small.ranks[0].max_micro_batch_size < 16
+    assert _cached(make_recipe(), tmp_path, FakeDevice(int(memory_bytes * 1.05))) == small
+    assert _cached(make_recipe(), tmp_path, FakeDevice(10 * memory_bytes)).ranks[0].max_micro_batch_size == 16
 
 
 def test_a_damaged_cache_file_is_measured_anew(tmp_path: Path) -> None:
     first = _cached(make_recipe(), tmp_path)
     (path,) = tmp_path.iterdir()
-    assert json.loads(path.read_text())["kind"] == "poplar-profile"
+    assert sorted(json.loads(path.read_text())) == ["levels", "profile"]
     path.write_text(path.read_text()[:100])
     assert _cached(make_recipe(), tmp_path).ranks[0].memory_points == first.ranks[0].memory_points
-    assert ClusterProfile.from_json(path.read_text()).zero_stage == 2
+    assert ClusterProfile.from_json(json.loads(path.read_text())["profile"]).zero_stage == 2
 
 
 # Planning.
