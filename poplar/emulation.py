@@ -166,6 +166,15 @@ def stretches(cards: Sequence[Card]) -> list[float]:
     return [fastest * best_speed / card.relative_speed for card in cards]
 
 
+def describe_emulation(emulate: str, memory_scale: float = MEMORY_SCALE) -> str:
+    """Say what CPU ranks do that stand for the cards of ``emulate``."""
+    fastest = min(stretches([find_card(name) for name in parse_cluster(emulate)]))
+    return (
+        f"CPU ranks stand for {emulate}: real compute, {fastest:.2f} times as slow for the fastest card and slower for "
+        f"the others by their relative speed, {memory_scale:.1%} of each card's memory"
+    )
+
+
 class _QueueClock:
     """How long this thread has been ready to run and waited for a core; stands still where the system does not tell."""
 

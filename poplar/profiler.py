@@ -108,15 +108,20 @@ def make_plan(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy!r}")
-    stages = "all" if zero_stage == "auto" else zero_stage
     comm, device = _place(
         settings.pop("group", None),
         settings.pop("comm", None),
         settings.pop("device", None),
         settings.pop("memory_fraction", None),
     )
+    stages = stages_to_try(comm) if zero_stage == "auto" else zero_stage
     profiles = profile_to_plan(recipe, global_batch_size, stages, strategy, comm=comm, device=device, **settings)
     return plan_together(comm, profiles, global_batch_size, strategy)
+
+
+def stages_to_try(comm: Communicator) -> tuple[int, ...]:
+    """Return the stages among which "auto" chooses; on a single rank all are the same."""
+    return ZERO_STAGES if comm.world_size > 1 else ZERO_STAGES[:1]
 
 
 def plan_together(

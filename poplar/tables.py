@@ -113,7 +113,7 @@ def closing_table(plan: Plan, record: StepRecord, equal_step_s: float | None = N
     lines = [format_table(*record_rows(plan, record)), ""]
     line = f"this plan:   {plan.global_batch_size / step_s:.1f} samples/s, {format_seconds(step_s)} a step"
     if record.predicted is not None and record.error is not None:
-        line += f" (predicted {format_seconds(record.predicted.step_s)}, {record.predicted.step_s / step_s - 1:+.0%})"
+        line += f" (predicted {format_seconds(record.predicted.step_s)}, {record.error_text()})"
     lines.append(line)
     if equal_step_s is not None:
         speed = plan.global_batch_size / equal_step_s

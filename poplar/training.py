@@ -19,14 +19,14 @@ import torch.distributed as dist
 from poplar.allocator import allocate
 from poplar.config import ZERO_STAGES, Recipe
 from poplar.device import Device, is_out_of_memory
-from poplar.emulation import start_device
+from poplar.emulation import describe_emulation, start_device
 from poplar.engine import Engine
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.fit_config import FitConfig
 from poplar.loader import PlannedLoader
 from poplar.plan import ClusterProfile, Plan, profile_of
 from poplar.planning.record import StepRecord
-from poplar.profiler import plan_together, profile, profile_to_plan
+from poplar.profiler import plan_together, profile, profile_to_plan, stages_to_try
 from poplar.progress import RunFiles
 from poplar.self_test import check_vendors
 from poplar.startup import initialize
@@ -171,8 +171,13 @@ def profile_stages(
     Args:
         to_plan: with uneven shards too, where they promise to be faster.
     """
-    stages = ZERO_STAGES if config.zero_stage == "auto" else (int(config.zero_stage),)
+    if config.zero_stage == "auto":
+        stages = stages_to_try(comm) if to_plan else ZERO_STAGES
+    else:
+        stages = (int(config.zero_stage),)
     if config.progress and comm.rank == 0:
+        if config.emulate is not None:
+            print(describe_emulation(config.emulate), file=sys.stderr, flush=True)
         where = f"{comm.world_size} rank{'s' if comm.world_size > 1 else ''}"
         print(f"profiling {where} at ZeRO stage {', '.join(map(str, stages))}", file=sys.stderr, flush=True)
     settings: dict[str, Any] = {

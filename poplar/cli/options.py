@@ -76,7 +76,11 @@ def recipe_argument(command: Command) -> Command:
 def cluster_options(command: Command) -> Command:
     """Add what says which ranks there are."""
     options = (
-        click.option("--nproc", type=click.IntRange(min=1), help="Ranks to start here.  [default: one a GPU]"),
+        click.option(
+            "--nproc",
+            type=click.IntRange(min=1),
+            help="Ranks to start here.  [default: one a GPU or emulated card]",
+        ),
         click.option("--emulate", metavar="CARDS", help=f"Let CPU ranks stand for cards, as {DEFAULT_CLUSTER!r}."),
         click.option(
             "--memory-fraction",

@@ -86,7 +86,14 @@ def plan(
         chosen.save(out)
     show(describe_plan(chosen, profile_of(chosen, profiles)))
     if explain:
-        show("\n" + "\n".join(outcome.describe() for outcome in outcomes))
+        taken = (chosen.zero_stage, chosen.shard_ratios)
+        show(
+            "\n"
+            + "\n".join(
+                ("taken: " if one.plan and (one.zero_stage, one.plan.shard_ratios) == taken else "") + one.describe()
+                for one in outcomes
+            )
+        )
     if record is not None:
         show("\n" + "\n".join(record.lines()))
 

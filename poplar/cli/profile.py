@@ -45,6 +45,8 @@ def profile(recipe: str | None, nproc: int | None, out: str, **values: Any) -> N
         path = out if len(profiles) == 1 else f"{stem}.z{measured.zero_stage}{suffix}"
         write_text_atomically(path, measured.to_json())
         show(f"ZeRO stage {measured.zero_stage}, {measured.precision}: {path}\n{profile_table(measured)}\n")
+        if measured.notes:
+            show("".join(f"- {note}\n" for note in measured.notes))
 
 
 def measure(reference: str, config: FitConfig, num_ranks: int, to_plan: bool = False) -> list[ClusterProfile]:

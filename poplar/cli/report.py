@@ -13,6 +13,9 @@ def report(run_dir: str, out: str | None) -> None:
 
     One HTML file that stands alone, also of runs that have not ended. Pictures need matplotlib (extra 'plot').
     """
+    from poplar import pictures
     from poplar.report import write_report
 
     click.echo(f"wrote {write_report(run_dir, out)}")
+    if not pictures.can_draw():
+        click.echo(f"without pictures: {pictures.NO_MATPLOTLIB}", err=True)

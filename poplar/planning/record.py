@@ -140,7 +140,7 @@ class StepRecord:
         if self.error is None:
             return _compared("step:", self.step_s, None) + ", nothing was predicted"
         assert self.predicted is not None
-        return f"{_compared('step:', self.step_s, self.predicted.step_s)} ({self._error_text()})"
+        return f"{_compared('step:', self.step_s, self.predicted.step_s)} ({self.error_text()})"
 
     def collectives(self) -> str:
         """Return the collectives in a line; empty where parts are not known."""
@@ -154,12 +154,13 @@ class StepRecord:
         unknown = [NOT_ON_CARDS] if self.parts is None else []
         if self.error is None or abs(self.error) <= MAX_ERROR:
             return unknown
-        off = f"a step took {self._error_text()} than predicted"
+        off = f"a step was {self.error_text()} than predicted"
         if self.parts is not None and self.predicted_parts is not None:
             off += "; " + _main_difference(self.predicted_parts, self.parts, sign=1 if self.error > 0 else -1)
         return [off, *unknown]
 
-    def _error_text(self) -> str:
+    def error_text(self) -> str:
+        """Return by how much the step was longer or shorter than predicted; there must be a prediction."""
         assert self.error is not None
         return f"{abs(self.error):.0%} {'longer' if self.error > 0 else 'shorter'}"
 

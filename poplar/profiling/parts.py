@@ -65,13 +65,28 @@ class ProbeBatches:
         self._samples: list[Any] = []
 
     def make(self, size: int) -> Batch:
-        """Return ``Recipe.probe(size)``; without a probe, ``size`` samples as large as the largest looked at."""
+        """Return ``Recipe.probe(size)``; without a probe, ``size`` samples as large as the largest looked at.
+
+        Raises:
+            ConfigError: the batch has no weight, so that a step would not compute anything.
+        """
         if self._recipe.probe is not None:
-            return self._recipe.probe(size)
-        if not self._samples:
-            with self._device.uncounted():  # a data set lies in the host's memory
-                self._samples = self._largest_samples()
-        return self._recipe.collate([self._samples[index % len(self._samples)] for index in range(size)])
+            batch = self._recipe.probe(size)
+        else:
+            if not self._samples:
+                with self._device.uncounted():  # a data set lies in the host's memory
+                    self._samples = self._largest_samples()
+            batch = self._recipe.collate([self._samples[index % len(self._samples)] for index in range(size)])
+        if not self._has_weight(batch):
+            raise ConfigError(
+                f"the {size} samples to profile with have weight 0, so that there is nothing to compute; give "
+                "Recipe.probe, which makes a batch that has weight"
+            )
+        return batch
+
+    def _has_weight(self, batch: Batch) -> bool:
+        weight = self._recipe.weight
+        return weight is None or float(weight(batch)) > 0
 
     def _largest_samples(self) -> list[Any]:
         dataset: Any = self._recipe.dataset()
@@ -81,6 +96,8 @@ class ProbeBatches:
         # The last one included: data sets are often sorted by length.
         indices = [round(place * (len(dataset) - 1) / max(1, number - 1)) for place in range(number)]
         samples = [dataset[index] for index in indices]
+        # One whose labels are all masked is not computed; where all are, ``make`` says so.
+        samples = [one for one in samples if self._has_weight(self._recipe.collate([one]))] or samples
         sizes = [sum(tensor.numel() for tensor in tensors_in(sample)) for sample in samples]
         return [sample for sample, size in zip(samples, sizes, strict=True) if size == max(sizes)]
 

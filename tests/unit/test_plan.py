@@ -114,6 +114,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_files_have_the_rights_of_other_new_files(tmp_path):
+    (tmp_path / "other").touch()
+    write_text_atomically(tmp_path / "plan.json", "x")
+    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_files_that_are_no_plan_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the plan"):
         Plan.load(tmp_path / "missing.json")

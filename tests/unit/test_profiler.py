@@ -515,6 +515,28 @@ def test_balanced_sizes_take_all_ranks_about_as_long() -> None:
     assert balanced_sizes([holder, holder], None) == [0, 0]
 
 
+def _masked_recipe(masked: Iterable[int], **fields: Any) -> Any:
+    """Return a recipe whose weight is a count of samples that are not masked; sample n begins with n."""
+    masked = set(masked)
+
+    def weight(batch: Any) -> float:
+        return float(sum(int(value) not in masked for value in batch[0][:, 0]))
+
+    def dataset() -> Dataset:
+        samples = torch.ones(40, WIDTH)
+        samples[:, 0] = torch.arange(40)
+        return torch.utils.data.TensorDataset(samples)
+
+    return make_recipe(weight=weight, dataset=dataset, **fields)
+
+
+def test_samples_whose_labels_are_all_masked_are_not_profiled_with() -> None:
+    found = poplar.profile(_masked_recipe({0, 1, 39}), zero_stage=0, device=FakeDevice(), comm=LoopbackComm(), **_QUICK)
+    assert found.ranks[0].max_micro_batch_size == 16
+    with pytest.raises(ConfigError, match="weight 0.*Recipe.probe"):
+        poplar.profile(_masked_recipe(range(40)), zero_stage=0, device=FakeDevice(), comm=LoopbackComm(), **_QUICK)
+
+
 # The cache.
 
 
@@ -570,6 +592,11 @@ def test_a_damaged_cache_file_is_measured_anew(tmp_path: Path) -> None:
 
 
 # Planning.
+
+
+def test_a_single_rank_has_no_stages_to_choose_from() -> None:
+    plan = poplar.make_plan(make_recipe(), 12, comm=LoopbackComm(), point_budget_s=0.0)
+    assert plan.zero_stage == 0 and not any("stage 1" in note for note in plan.notes)
 
 
 def test_make_plan_takes_a_stage_that_fits_and_says_how_the_others_fared() -> None:

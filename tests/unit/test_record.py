@@ -48,7 +48,7 @@ def test_a_step_that_is_off_says_which_part_differs_most(step_s, waited_s, says)
         assert record.explanation() == []
     else:
         [sentence] = record.explanation()
-        assert sentence.startswith(f"a step took {says}")
+        assert sentence.startswith(f"a step was {says}")
         assert sentence.endswith(" more" if step_s > 1.1 else " less")
 
 
@@ -63,7 +63,7 @@ def test_the_record_as_text():
     ]
     assert StepRecord.from_waits(_PREDICTED, 1.5).lines() == [
         "step: predicted 1.10 s, measured 1.50 s (36% longer)",
-        "a step took 36% longer than predicted",
+        "a step was 36% longer than predicted",
         NOT_ON_CARDS,
     ]
     by_hand = StepRecord.from_waits(None, 1.5, [0.5])

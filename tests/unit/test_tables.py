@@ -76,10 +76,10 @@ def test_the_end_of_a_run_compares_measured_with_predicted_and_with_the_equal_sp
     assert header.split()[-4:] == ["compute", "predicted", "idle", "predicted"]
     assert first.split()[-6:] == ["350", "ms", "400", "ms", "0%", "0%"]
     assert second.split()[-6:] == ["300", "ms", "350", "ms", "12%", "10%"]
-    assert "27.5 samples/s, 400 ms a step (predicted 500 ms, +25%)" in text
+    assert "27.5 samples/s, 400 ms a step (predicted 500 ms, 20% shorter)" in text
     assert "13.8 samples/s, 800 ms a step" in text and "2.00 times as fast" in text
     assert "collectives: predicted 100 ms, measured 50 ms" in text
-    assert "a step took 20% shorter than predicted; what differs most is compute of rank 0" in text
+    assert "a step was 20% shorter than predicted; what differs most is compute of rank 0" in text
 
 
 def test_the_end_of_a_run_on_cards_says_that_parts_are_not_known():
