@@ -32,6 +32,9 @@ from poplar.planning.strategies import equal_rows, flops_rows, poplar_rows
 MIN_SHARD_GAIN = 0.02
 """Uneven shards are taken only where they are predicted to save this share of a step."""
 
+LARGEST_GLOBAL_BATCH_SIZE = 10**8
+"""A plan names every micro-batch, so that more would fill the memory."""
+
 _GIB = 2**30
 
 Limits = int | Mapping[int, int] | Sequence[int | None]
@@ -175,6 +178,17 @@ def _checked_profiles(
     world_sizes = {one.world_size for one in profiles}
     if len(world_sizes) > 1:
         raise ConfigError(f"the profiles are of different clusters: they have {sorted(world_sizes)} ranks")
+    kinds = {(one.precision, tuple(rank.device for rank in one.ranks)) for one in profiles}
+    if len(kinds) > 1:
+        first, second, *_ = sorted(kinds)
+        raise ConfigError(
+            f"the profiles are of different clusters: one in {first[0]} on {', '.join(first[1])}, another in "
+            f"{second[0]} on {', '.join(second[1])}; plan with profiles of one cluster"
+        )
+    shards = [(one.zero_stage, one.shard_ratios) for one in profiles]
+    if len(set(shards)) < len(shards):
+        stage = max(shards, key=shards.count)[0]
+        raise ConfigError(f"two profiles are of stage {stage} with the same shards; give one of them")
     if zero_stage == "auto":
         return profiles
     if zero_stage not in ZERO_STAGES or isinstance(zero_stage, bool):
@@ -194,8 +208,10 @@ def _checked_global_batch_size(global_batch_size: int) -> int:
         checked = operator.index(global_batch_size)
     except TypeError:
         checked = 0
-    if checked < 1 or isinstance(global_batch_size, bool):
-        raise ConfigError(f"global_batch_size must be an integer, 1 or more; got {global_batch_size!r}")
+    if not 1 <= checked <= LARGEST_GLOBAL_BATCH_SIZE or isinstance(global_batch_size, bool):
+        raise ConfigError(
+            f"global_batch_size must be an integer from 1 to {LARGEST_GLOBAL_BATCH_SIZE}; got {global_batch_size!r}"
+        )
     return checked
 
 

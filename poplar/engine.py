@@ -20,6 +20,7 @@ import math
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,20 @@ def _note_failure(tally: _Tally, error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
 
 
+_engines: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Models whose parameters and hooks are an engine's; another engine would break both."""
+
+
+def check_has_no_engine(module: nn.Module) -> None:
+    """Refuse a model that an engine trains.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if module in _engines:
+        raise ConfigError("the model has an engine already; call its close(), or build the model anew")
+
+
 class Engine:
     """Trains a model over the ranks of a group. Made by ``initialize``.
 
@@ -141,6 +156,7 @@ class Engine:
         self._broken: str | None = None  # why the ranks' weights may differ
         self._vote_wait_s = 0.0
         self._stage, self._binding = build(module, optimizer, layout, whole_states(optimizer))
+        _engines[module] = True
         self._signature = layout_signature(self._stage.units)
         self._watch = ModelWatch(module)
 
@@ -228,8 +244,12 @@ class Engine:
         stage.begin_forward(training=True)
         loss = self._compute_loss(batch)
         stage.begin_backward(is_last)
-        if loss.requires_grad:
-            loss.backward(torch.full_like(loss, factor * self.loss_scale.value))
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss does not depend on any trainable parameter: it was detached, made under torch.no_grad, or "
+                "does not use the model that it is given"
+            )
+        loss.backward(torch.full_like(loss, factor * self.loss_scale.value))
         tally.losses.append(loss.detach().double() * factor)
         stage.end_backward()
         self.device.pace()
@@ -562,3 +582,4 @@ class Engine:
         """Remove the hooks from the model. At stage 3 its parameters stay sharded."""
         self._stage.close()
         self._watch.close()
+        _engines.pop(self.module, None)

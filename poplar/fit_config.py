@@ -13,7 +13,7 @@ from typing import Any
 from poplar.catalog import parse_cluster
 from poplar.config import PRECISIONS, STRATEGIES, ZERO_STAGES
 from poplar.errors import ConfigError, PlanMismatchError
-from poplar.plan import Plan
+from poplar.plan import Plan, rows_by_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,19 @@ class FitConfig:
                 f"the plan is for a global batch of {self.plan.global_batch_size}, global_batch_size is "
                 f"{self.global_batch_size}; make a new plan, or leave the batch to the plan"
             )
+        if self.plan is not None:
+            # Their defaults say nothing, so that leaving them alone contradicts no plan.
+            for name, default in (("zero_stage", "auto"), ("precision", "fp32"), ("strategy", "exact")):
+                wanted, planned = getattr(self, name), getattr(self.plan, name)
+                if wanted not in (default, planned):
+                    raise ConfigError(
+                        f"{name} is {wanted!r}, the plan was made for {planned!r}; leave it to the plan, or make a "
+                        "new plan"
+                    )
+                object.__setattr__(self, name, planned if name != "strategy" else wanted)
         if self.micro_batch_sizes is not None:
             # Read once, so that a wrong list is refused before any rank starts.
-            object.__setattr__(self, "micro_batch_sizes", tuple(tuple(row) for row in self.micro_batch_sizes))
+            object.__setattr__(self, "micro_batch_sizes", tuple(rows_by_rank(self.micro_batch_sizes)))
             self.given_plan()
 
     @property

@@ -117,13 +117,29 @@ def _rank_main(function: Callable[..., Any], args: tuple[Any, ...], folder: str)
     global _report_folder
     _report_folder = folder
     try:
-        return record(function)(*args)
+        return record(_without_exits(function))(*args)
     except BaseException as error:
         _write_report(error, folder)
         sys.stdout.flush()
         sys.stderr.flush()
         # The usual way out would wait for threads of a process group whose peers may be gone.
         os._exit(1)
+
+
+def _without_exits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with a SystemExit as an error: elastic launch takes ``sys.exit(0)`` for a rank that is done,
+    and the others would wait for it in their next collective."""
+
+    def called(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except SystemExit as error:
+            raise errors.RankFailedError(
+                f"rank {os.environ.get('RANK', '0')} was ended by sys.exit({error.code!r}) in the recipe; raise an "
+                "error instead, so that the other ranks hear of it"
+            ) from error
+
+    return called
 
 
 def _write_report(error: BaseException, folder: str) -> None:

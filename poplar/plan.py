@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -160,7 +161,7 @@ class ClusterProfile:
             ConfigError: not JSON, not a profile, or of a version this release does not read.
         """
         data = parse_record("profile", PROFILE_VERSION, text)
-        data["ranks"] = tuple(build_record(RankProfile, rank) for rank in data.get("ranks", ()))
+        data["ranks"] = tuple(build_record(RankProfile, rank) for rank in _listed(data, "ranks"))
         return build_record(cls, data)
 
 
@@ -282,7 +283,7 @@ class Plan:
                 f"the batches by rank must name the ranks {sorted(expected)}; got {sorted(micro_batch_sizes)}",
             )
             micro_batch_sizes = [micro_batch_sizes[rank] for rank in range(len(micro_batch_sizes))]
-        rows = [(row,) if isinstance(row, int) else tuple(row) for row in micro_batch_sizes]
+        rows = rows_by_rank(micro_batch_sizes)
         settings = {"zero_stage": 0, **settings}
         if settings["zero_stage"] in (2, 3):
             longest = max(map(len, rows), default=0)
@@ -327,7 +328,7 @@ class Plan:
             ConfigError: not JSON, not a plan, or of a version this release does not read.
         """
         data = parse_record("plan", PLAN_VERSION, text)
-        data["ranks"] = tuple(build_record(RankPlan, rank) for rank in data.get("ranks", ()))
+        data["ranks"] = tuple(build_record(RankPlan, rank) for rank in _listed(data, "ranks"))
         if data.get("predicted") is not None:
             data["predicted"] = build_record(Prediction, data["predicted"])
         return build_record(cls, data)
@@ -350,9 +351,31 @@ class Plan:
         return cls.from_json(text)
 
 
+def rows_by_rank(micro_batch_sizes: Sequence[int | Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the sizes of every rank's micro-steps, where a rank may also have its only size.
+
+    Raises:
+        ConfigError: something else than whole numbers, or lists of them.
+    """
+    try:
+        return [
+            (operator.index(row),) if hasattr(row, "__index__") else tuple(operator.index(size) for size in row)
+            for row in micro_batch_sizes
+        ]
+    except TypeError as error:
+        raise ConfigError(
+            f"micro_batch_sizes needs a size, or a list of sizes, for every rank; got {micro_batch_sizes!r}"
+        ) from error
+
+
 def profile_of(plan: Plan, profiles: Sequence[ClusterProfile]) -> ClusterProfile:
     """Return the profile of the stage and shards that ``plan`` was made for."""
     return next(p for p in profiles if (p.zero_stage, p.shard_ratios) == (plan.zero_stage, plan.shard_ratios))
+
+
+def _listed(data: Mapping[str, Any], name: str) -> list[Any]:
+    _check(isinstance(data.get(name), list), f"expected {name} to be a list; got {type(data.get(name)).__name__}")
+    return list(data[name])
 
 
 def check_shard_ratios(shard_ratios: Sequence[float], world_size: int) -> tuple[float, ...]:
@@ -375,9 +398,23 @@ def check_shard_ratios(shard_ratios: Sequence[float], world_size: int) -> tuple[
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` so that the file is never seen half written."""
+    """Write ``text`` to ``path`` so that the file is never seen half written.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")  # a pipe or a device is written to, not replaced
+            return
+        _replace_text(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def _replace_text(path: Path, text: str) -> None:
     # Not by tempfile, whose files only their owner may read.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from poplar.errors import ConfigError
 from poplar.plan import write_text_atomically
 
 _BAR_CELLS = 20
@@ -72,8 +73,12 @@ class RunFiles:
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self._metrics: IO[str] | None = None
         if self.run_dir is not None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._metrics = open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8")
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                # Of this run alone: what an earlier one in this folder wrote does not go with the other files.
+                self._metrics = open(self.run_dir / "metrics.jsonl", "w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write the run into {str(run_dir)!r}: {error.strerror or error}") from error
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file."""

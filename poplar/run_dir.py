@@ -22,6 +22,7 @@ from poplar.plan import ClusterProfile, Plan
 from poplar.planning.record import StepRecord
 
 _Record = TypeVar("_Record")
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,14 @@ def _read(path: Path, expected: str, parse: Callable[[str], _Record]) -> _Record
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing: expected {expected}; has the run begun to train?") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # ValueError: a ConfigError, or not UTF-8
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # ValueError: a ConfigError, or not UTF-8
         raise ConfigError(f"cannot read {path}: expected {expected}; {error}") from error
 
 
@@ -185,4 +193,5 @@ def _number(value: object) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"got {value!r} for a number")
-    return value if math.isfinite(value) else None
+    # What has diverged so far is not drawn.
+    return value if abs(value) < _LARGEST and math.isfinite(value) else None

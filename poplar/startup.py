@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from poplar.config import PRECISIONS, ZERO_STAGES, debug_from_environment
 from poplar.device import Device, current_device
-from poplar.engine import Engine, LossFunction, StepSettings, WeightFunction
+from poplar.engine import Engine, LossFunction, StepSettings, WeightFunction, check_has_no_engine
 from poplar.errors import ConfigError, ModelError
 from poplar.plan import Plan, check_shard_ratios
 from poplar.zero.build import Layout
@@ -102,6 +102,7 @@ def initialize(
         )
         stage_number, precision_name, given_ratios = _settle(plan, zero_stage, precision, shard_ratios)
         ratios = check_shard_ratios(given_ratios or [1.0] * comm.shard_world_size, comm.shard_world_size)
+        check_has_no_engine(model)
         _check_model(model, optimizer)
         _check_values(model, settings, alone=comm.world_size == 1 and stage_number < 3 and precision_name == "fp32")
     except Exception as error:

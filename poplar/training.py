@@ -88,7 +88,10 @@ def fit(recipe: Recipe, config: FitConfig | None = None, **settings: Any) -> Fit
         ProfileError, ModelError, StepError: from the profiler and the engine.
     Collective.
     """
-    config = config if config is not None else FitConfig(**settings)
+    try:
+        config = config if config is not None else FitConfig(**settings)
+    except TypeError as error:
+        raise ConfigError(f"fit: {error}") from error
     comm, device = join(config)
     dataset = _build_dataset(recipe, config, comm)
     with RunFiles(config.run_dir if comm.rank == 0 else None) as files:
@@ -209,6 +212,8 @@ def _build_dataset(recipe: Recipe, config: FitConfig, comm: Communicator) -> Any
     except Exception as error:
         problem = error
     raise_together(comm, problem, "could not build its data set")
+    # Else ranks would cut different global batches, taking some samples twice and others not at all.
+    check_same(comm, len(dataset), "the length of the data set")
     return dataset
 
 

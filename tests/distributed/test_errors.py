@@ -62,6 +62,8 @@ def _loss(model: nn.Module, batch: Batch) -> Any:
         return model(batch[0])
     if model.fault == "number":
         return 1.0
+    if model.fault == "detached":
+        return cross_entropy(model, batch).detach()
     return cross_entropy(model, batch)
 
 
@@ -329,6 +331,15 @@ def _disagreement(rank: int, world_size: int) -> None:
             engine.module.blocks[1].late = nn.Linear(2, 2)
         text = _raises((ModelError, StepError), partial(engine.step, _split(rank, world_size, 2)), f"z{stage}, late")
         assert "blocks.1.late" in text, text
+        engine.close()
+        engine = _engine(rank, stage)
+        again = partial(poplar.initialize, engine.module, CASE.optimizer(engine.module), _loss, zero_stage=stage)
+        assert "has an engine already" in _raises(ConfigError, again, f"z{stage}, twice")
+        engine.module.fault = "detached" if rank == 1 else None
+        text = _raises(
+            (ModelError, StepError), partial(engine.step, _split(rank, world_size, 0)), f"z{stage}, detached"
+        )
+        assert "does not depend on any trainable parameter" in text, text
         engine.close()
         embedding = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 5), nn.Linear(5, 4)).double()
         engine = poplar.initialize(embedding, CASE.optimizer(embedding), cross_entropy, zero_stage=stage)

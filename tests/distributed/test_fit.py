@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poplar.errors import ConfigError, PlanMismatchError
+from poplar.errors import CommunicationError, ConfigError, PlanMismatchError
 from poplar.plan import ClusterProfile, Plan, RankProfile
 from poplar.planning.record import StepRecord
 from poplar.training import fit
@@ -115,8 +115,11 @@ def _fit_wrongly(rank, world_size):
         (tiny_recipe.recipe, {"global_batch_size": 4, "micro_batch_sizes": ((4,),)}),
         (tiny_recipe.recipe, {"global_batch_size": 4, "plan": Plan.manual([1, 1, 2])}),
         (replace(tiny_recipe.recipe, dataset=lambda: iter(())), {"global_batch_size": 4}),
+        (replace(tiny_recipe.recipe, dataset=lambda: tiny_recipe.dataset(44 - rank)), {"global_batch_size": 4}),
+        (tiny_recipe.recipe, {"global_batch_size": 3, "plan": Plan.manual([1 + rank, 2 - rank])}),
+        (tiny_recipe.recipe, {"global_batch_size": 3, "misspelt": 1}),
     ):
-        with pytest.raises((ConfigError, PlanMismatchError)) as caught:
+        with pytest.raises((ConfigError, PlanMismatchError, CommunicationError)) as caught:
             fit(recipe, progress=False, **settings)
         messages.append(str(caught.value))
     return messages
@@ -124,11 +127,14 @@ def _fit_wrongly(rank, world_size):
 
 def test_what_cannot_run_is_refused_on_every_rank_at_once():
     for messages in run_ranks(_fit_wrongly, 2):
+        assert messages.pop(5).startswith("the plan (by checksum) must be the same on every rank")
         assert messages == [
             "the data set has 44 samples, fewer than one global batch of 45; lower global_batch_size",
             "micro_batch_sizes has 1 entries, this run has 2 ranks; give one entry a rank",
             "the plan is for 3 ranks, this run has 2; make a new plan for 2, or start 3 ranks",
             "the data set must be map-style, with a length; got tuple_iterator",
+            "the length of the data set must be the same on every rank: rank 0 has 44, rank 1 43",
+            "fit: FitConfig.__init__() got an unexpected keyword argument 'misspelt'",
         ]
 
 

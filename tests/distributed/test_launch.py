@@ -31,6 +31,8 @@ def _fail_on_rank_1(how):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "own error":
             raise ConfigError("rank 1 wants a larger batch")
+        if how == "exit":
+            sys.exit(0)
         if how == "watchdog":
             end_rank(ConfigError("rank 1 gave up"))
         raise ValueError("boom")
@@ -62,6 +64,7 @@ def test_what_rank_0_returns_comes_back():
         ("told by others", RankFailedError, "^rank 1: ValueError: boom$"),
         ("own error", ConfigError, "^rank 1 wants a larger batch$"),
         ("watchdog", ConfigError, "^rank 1 gave up$"),
+        ("exit", RankFailedError, r"^rank 1 was ended by sys.exit\(0\) in the recipe"),
         ("kill", RankFailedError, "rank 1 (left no message|was ended by SIGKILL)"),
     ],
 )

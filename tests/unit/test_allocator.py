@@ -439,7 +439,7 @@ def test_a_smoothed_curve_is_said_once_for_equal_ranks():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"global_batch_size": 0}, "global_batch_size must be an integer, 1 or more; got 0"),
+        ({"global_batch_size": 0}, "global_batch_size must be an integer from 1 to 100000000; got 0"),
         ({"global_batch_size": 2.5}, "got 2.5"),
         ({"global_batch_size": True}, "got True"),
         ({"strategy": "best"}, "strategy must be one of exact, poplar, flops, equal; got 'best'"),
@@ -479,3 +479,15 @@ def test_a_thousand_ranks_are_planned_at_once(zero_stage):
     plan = allocate(profile, 8192)
     assert time.perf_counter() - start < 5.0
     assert len({id(row.micro_batch_sizes) for row in plan.ranks}) <= 24
+
+
+def test_profiles_that_contradict_each_other_are_refused():
+    ranks = (line(0.1, 0.1, 8), dataclasses.replace(line(0.1, 0.2, 8), device="a100-40g"))
+    profile = ClusterProfile(zero_stage=1, ranks=ranks)
+    swapped = ClusterProfile(zero_stage=2, ranks=ranks[::-1])
+    with pytest.raises(ConfigError, match="different clusters"):
+        allocate([profile, swapped], 8)
+    with pytest.raises(ConfigError, match="different clusters"):
+        allocate([profile, dataclasses.replace(profile, zero_stage=2, precision="bf16")], 8)
+    with pytest.raises(ConfigError, match="two profiles are of stage 1"):
+        allocate([profile, profile], 8)

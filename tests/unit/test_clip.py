@@ -29,7 +29,7 @@ def test_parts_of_any_cut_give_the_whole_norm(values: list[float], cuts: list[in
     ends = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
     parts = [local_norm_part([whole[a:b]], norm_type) for a, b in zip(ends, ends[1:], strict=False)]
     want = torch.linalg.vector_norm(whole, norm_type).item() if values else 0.0
-    assert global_norm(parts, norm_type) == pytest.approx(want, rel=1e-12, abs=1e-300)
+    assert global_norm(parts, norm_type) == pytest.approx(want, rel=1e-12, abs=1e-90)  # powers of less underflow
 
 
 def test_float32_parts_are_put_together_in_float64() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 
 import pytest
 from hypothesis import given, settings
@@ -120,6 +122,66 @@ def test_files_have_the_rights_of_other_new_files(tmp_path):
     assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+def test_a_device_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text_atomically(pipe, "text")
+    assert os.read(reader, 100) == b"text" and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write .*file/plan.json"):
+        write_text_atomically(tmp_path / "file" / "plan.json", "text")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": None},
+        {"ranks": [5]},
+        {"notes": [3]},
+        {"notes": "text"},
+        {"predicted": {"step_s": "x"}},
+        {"predicted": {"step_s": 10**400}},
+        {"predicted": {"step_s": 1.0, "compute_s": 3}},
+        {"global_batch_size": 10**30},
+        {"ranks": [{"micro_batch_sizes": [3], "device": 5}]},
+        {"ranks": [{"micro_batch_sizes": 3}]},
+    ],
+)
+def test_edited_plans_are_refused_in_words(change):
+    data = json.loads(Plan.manual([3]).to_json()) | change
+    with pytest.raises(ConfigError):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": [[1]]},
+        {"points": [[1, "a"]]},
+        {"points": [[1, 10**400]]},
+        {"point_spreads": [[1, math.nan]]},
+        {"memory_points": [["1", 3]]},
+        {"state_bytes": "x"},
+        {"device": 5},
+        {"memory_limit_bytes": "9"},
+        {"optimizer_step_s": True},
+    ],
+)
+def test_edited_profiles_are_refused_in_words(change):
+    rank = RankProfile(device="t4-16g", points=((1, 0.1),), max_micro_batch_size=1)
+    data = json.loads(ClusterProfile(zero_stage=0, ranks=(rank,)).to_json())
+    data["ranks"][0] |= change
+    with pytest.raises(ConfigError, match=f"RankProfile.{next(iter(change))}: expected"):
+        ClusterProfile.from_json(json.dumps(data))
+
+
+def test_deeply_nested_json_is_refused():
+    with pytest.raises(ConfigError, match="not a plan in JSON"):
+        Plan.from_json("[" * 100_000)
+
+
 def test_files_that_are_no_plan_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot read the plan"):
         Plan.load(tmp_path / "missing.json")
@@ -181,6 +243,12 @@ def test_plans_that_cannot_run_are_refused(settings, message):
     ranks = (RankPlan(micro_batch_sizes=(2, 1)), RankPlan(micro_batch_sizes=(3,)))
     with pytest.raises(ConfigError, match=message):
         Plan(**{"zero_stage": 0, "global_batch_size": 6, "ranks": ranks, **settings})
+
+
+@pytest.mark.parametrize("rows", [5, [None], ["3"], [[3.0]], [[[3]]], "ab"])
+def test_batches_by_hand_are_whole_numbers(rows):
+    with pytest.raises(ConfigError, match="micro_batch_sizes needs a size"):
+        Plan.manual(rows)
 
 
 @pytest.mark.parametrize("sizes", [(-1,), (1.0,), (True,), ("2",)])
