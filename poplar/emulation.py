@@ -166,12 +166,12 @@ def stretches(cards: Sequence[Card]) -> list[float]:
     return [fastest * best_speed / card.relative_speed for card in cards]
 
 
-def describe_emulation(emulate: str, memory_scale: float = MEMORY_SCALE) -> str:
+def describe_emulation(emulate: str) -> str:
     """Say what CPU ranks do that stand for the cards of ``emulate``."""
     fastest = min(stretches([find_card(name) for name in parse_cluster(emulate)]))
     return (
         f"CPU ranks stand for {emulate}: real compute, {fastest:.2f} times as slow for the fastest card and slower for "
-        f"the others by their relative speed, {memory_scale:.1%} of each card's memory"
+        f"the others by their relative speed, {MEMORY_SCALE:.1%} of each card's memory"
     )
 
 

@@ -111,7 +111,8 @@ class FitConfig:
                         f"{name} is {wanted!r}, the plan was made for {planned!r}; leave it to the plan, or make a "
                         "new plan"
                     )
-                object.__setattr__(self, name, planned if name != "strategy" else wanted)
+                if name != "strategy":  # a plan's may be "manual", which cannot be asked for
+                    object.__setattr__(self, name, planned)
         if self.micro_batch_sizes is not None:
             # Read once, so that a wrong list is refused before any rank starts.
             object.__setattr__(self, "micro_batch_sizes", tuple(rows_by_rank(self.micro_batch_sizes)))

@@ -15,6 +15,9 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from poplar.errors import ConfigError
 
+_LARGEST = 2**63
+"""Neither arrays nor arithmetic take larger numbers."""
+
 
 def dump_record(kind: str, version: int, record: Any) -> str:
     """Return a dataclass as JSON."""
@@ -81,13 +84,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None
     if hint in (int, float):
         is_number = isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-        # Above that neither arrays nor arithmetic take them.
         return is_number and abs(value) < _LARGEST and math.isfinite(value)
     return isinstance(value, hint)
 
 
 def _named(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-
-
-_LARGEST = 2**63
