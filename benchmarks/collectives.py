@@ -1,4 +1,4 @@
-"""Collectives over gloo: Poplar's and PyTorch's own, and other ways to the same result, by size.
+"""Collectives between CPU ranks: Poplar's two ways, PyTorch's own over gloo, and other ways to the same, by size.
 
     python -m benchmarks.collectives --out benchmarks/results/collectives.json
 
@@ -8,6 +8,7 @@ Every way is first checked to give the right numbers. Times are of one collectiv
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from benchmarks.common import (
 )
 from benchmarks.ranks import run_ranks
 from poplar.zero.comm import ProcessGroupComm
+from poplar.zero.shared_memory import DISABLED_BY
 
 SIZES_MIB = (0.1, 1.0, 8.0, 32.0)
 BURST_MIB = 16
@@ -48,23 +50,28 @@ class Configuration:
 
 
 class Buffers:
-    """What the collectives work on: a whole buffer of ones on every rank, cut into equal or unequal shards."""
+    """What the collectives work on: a whole buffer of ones on every rank, cut into equal or unequal shards.
 
-    def __init__(self, comm: ProcessGroupComm, size_mib: float, ratios: Sequence[float]):
-        self.comm = comm
-        numel = max(comm.world_size, int(size_mib * 2**20 / 4) // comm.world_size * comm.world_size)
+    Args:
+        comms: by way.
+    """
+
+    def __init__(self, comms: dict[str, ProcessGroupComm], size_mib: float, ratios: Sequence[float]):
+        self.comms = comms
+        rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        numel = max(self.world_size, int(size_mib * 2**20 / 4) // self.world_size * self.world_size)
         self.full = torch.ones(numel)
-        stops = [round(numel * sum(ratios[: rank + 1]) / sum(ratios)) for rank in range(comm.world_size)]
+        stops = [round(numel * sum(ratios[: rank + 1]) / sum(ratios)) for rank in range(self.world_size)]
         self.offsets = [0, *stops]
         self.views = [self.full[a:b] for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
-        self.own = self.views[comm.rank]
+        self.own = self.views[rank]
         self.out = torch.empty(numel)
         self.arrived = torch.empty(numel)
 
     # Each way leaves its result in the tensor that it returns.
 
-    def all_gather(self) -> Tensor:
-        self.comm.all_gather(self.full, self.offsets).wait()
+    def all_gather(self, comm: ProcessGroupComm) -> Tensor:
+        comm.all_gather(self.full, self.offsets).wait()
         return self.full
 
     def all_gather_torch(self) -> Tensor:
@@ -78,8 +85,8 @@ class Buffers:
             work.wait()
         return self.full
 
-    def reduce_scatter(self) -> Tensor:
-        self.comm.reduce_scatter(self.full, self.offsets).wait()
+    def reduce_scatter(self, comm: ProcessGroupComm) -> Tensor:
+        comm.reduce_scatter(self.full, self.offsets).wait()
         return self.own
 
     def reduce_scatter_torch(self) -> Tensor:
@@ -90,46 +97,42 @@ class Buffers:
 
     def reduce_scatter_by_all_to_all(self) -> Tensor:
         dist.all_to_all_single(self.arrived, self.full)
-        return torch.sum(self.arrived.view(self.comm.world_size, -1), 0, out=self.out[: self.own.numel()])
+        return torch.sum(self.arrived.view(self.world_size, -1), 0, out=self.out[: self.own.numel()])
 
     def reduce_scatter_by_all_reduce(self) -> Tensor:
         dist.all_reduce(self.full)
         return self.own
 
-    def all_reduce(self) -> Tensor:
-        self.comm.all_reduce(self.full).wait()
+    def all_reduce(self, comm: ProcessGroupComm) -> Tensor:
+        comm.all_reduce(self.full).wait()
         return self.full
 
     def all_reduce_torch(self) -> Tensor:
         dist.all_reduce(self.full)
         return self.full
 
-    def all_reduce_in_two(self) -> Tensor:
-        self.comm.reduce_scatter(self.full, self.offsets).wait()
-        self.comm.all_gather(self.full, self.offsets).wait()
-        return self.full
-
     def ways(self, are_equal: bool) -> dict[str, Callable[[], Tensor]]:
-        """Return what can be done with these shards, by "operation, way"; Poplar's and PyTorch's first."""
+        """Return what can be done with these shards, by "operation, way"."""
+        ways: dict[str, Callable[[], Tensor]] = {}
+        for name, comm in self.comms.items():
+            ways[f"all-gather, {name}"] = partial(self.all_gather, comm)
+            ways[f"reduce-scatter, {name}"] = partial(self.reduce_scatter, comm)
         if not are_equal:
-            return {"all-gather, poplar": self.all_gather, "reduce-scatter, poplar": self.reduce_scatter}
-        return {
-            "all-gather, poplar": self.all_gather,
+            return ways
+        ways |= {f"all-reduce, {name}": partial(self.all_reduce, comm) for name, comm in self.comms.items()}
+        return ways | {
             "all-gather, torch": self.all_gather_torch,
             "all-gather, broadcasts": self.all_gather_by_broadcasts,
-            "reduce-scatter, poplar": self.reduce_scatter,
             "reduce-scatter, torch": self.reduce_scatter_torch,
             "reduce-scatter, all-to-all and sum": self.reduce_scatter_by_all_to_all,
             "reduce-scatter, all-reduce": self.reduce_scatter_by_all_reduce,
-            "all-reduce, poplar": self.all_reduce,
             "all-reduce, torch": self.all_reduce_torch,
-            "all-reduce, poplar's two halves": self.all_reduce_in_two,
         }
 
     def check(self, name: str, way: Callable[[], Tensor]) -> None:
         """Run ``way`` once on ones, and see that the result is what it must be."""
         self.full.fill_(1.0)
-        expected = 1.0 if name.startswith("all-gather") else float(self.comm.world_size)
+        expected = 1.0 if name.startswith("all-gather") else float(self.world_size)
         result = way()
         assert bool((result == expected).all()), f"{name} gave wrong numbers"
         self.full.fill_(0.0)  # sums of sums would grow without end
@@ -137,12 +140,15 @@ class Buffers:
 
 def measure(rank: int, world_size: int, sizes_mib: Sequence[float], rounds: int) -> dict[str, list[float]]:
     """Check and time every way at every size."""
-    comm = ProcessGroupComm()
+    comms = {}
+    for name, disabled in (("shared memory", "0"), ("messages", "1")):
+        os.environ[DISABLED_BY] = disabled
+        comms[name] = ProcessGroupComm()
     tasks: dict[str, Callable[[], float]] = {}
     equal, unequal = [1.0] * world_size, [7.0, *[3.0] * (world_size - 1)]
     for size_mib in sizes_mib:
         for kind, ratios in (("equal", equal), ("7:3", unequal)):
-            buffers = Buffers(comm, size_mib, ratios)
+            buffers = Buffers(comms, size_mib, ratios)
             for name, way in buffers.ways(kind == "equal").items():
                 buffers.check(name, way)
                 tasks[f"{size_mib:g}, {kind}, {name}"] = partial(timed, way, size_mib)
@@ -176,7 +182,7 @@ def run(config: Configuration, sizes_mib: Sequence[float], rounds: int) -> dict[
 
 
 def table(record: dict[str, Any]) -> str:
-    title = f"**{record['configuration']['ranks']} ranks**, gloo, float32, {record['rounds']} rounds"
+    title = f"**{record['configuration']['ranks']} ranks**, float32, {record['rounds']} rounds"
     rows = [
         [
             row["operation"],

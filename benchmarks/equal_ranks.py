@@ -94,14 +94,14 @@ def count(make: Callable[[], System], batches: Sequence, device: torch.device) -
     gc.collect()
     system, memory = metered(make, step, device=device)
     dist.barrier()
-    before = bytes_sent() if device.type == "cpu" else None
+    before, shared_before = bytes_sent() if device.type == "cpu" else None, system.shared_memory_bytes
     step(system)
     # Nothing has to be said twice: what the others have received, they have received by the end of their steps.
-    after = bytes_sent() if device.type == "cpu" else None
+    after, shared_after = bytes_sent() if device.type == "cpu" else None, system.shared_memory_bytes
     mean_losses = torch.tensor([losses[0], losses[-1]], dtype=torch.float64, device=device)
     dist.all_reduce(mean_losses)
     first, last = (mean_losses / dist.get_world_size()).tolist()
-    sent = None if before is None or after is None else after - before
+    sent = None if before is None or after is None else after - before + shared_after - shared_before
     return system, {"first_loss": first, "last_loss": last, "sent_bytes": sent, **asdict(memory)}
 
 

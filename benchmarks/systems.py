@@ -7,6 +7,7 @@
     fsdp2                   fully_shard                                                             stage 3
     ds1, ds2, ds3           DeepSpeed, where it is installed                                        stages 1 to 3
     poplar-z0 ... -z3       this package                                                            stages 0 to 3
+    poplar-z0-gloo ...      the same, every byte through gloo, as between hosts                     stages 0 to 3
 
 Mixed precision ("bf16") is each system's usual way: autocast over float32 weights (local, DDP and what sits on it),
 FSDP2's MixedPrecisionPolicy and DeepSpeed's and Poplar's own, with float32 masters.
@@ -43,6 +44,10 @@ STAGE_OF = {
     "poplar-z1": 1,
     "poplar-z2": 2,
     "poplar-z3": 3,
+    "poplar-z0-gloo": 0,
+    "poplar-z1-gloo": 1,
+    "poplar-z2-gloo": 2,
+    "poplar-z3-gloo": 3,
 }
 """ZeRO stage of each system that communicates."""
 
@@ -78,6 +83,11 @@ class System:
     close: Callable[[], None] = lambda: None
     engine: Any = None
     """Poplar's engine."""
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes that this rank has sent so far without a socket."""
+        return getattr(self.engine.comm, "shared_memory_bytes", 0) if self.engine is not None else 0
 
 
 def build(name: str, workload: Workload, accumulation: int = 1, device: torch.device | None = None) -> System:
@@ -203,12 +213,14 @@ def _deepspeed(name: str, workload: Workload, model: nn.Module, device: torch.de
 
 def _poplar(name: str, workload: Workload, model: nn.Module, device: torch.device) -> System:
     import poplar
+    from poplar.zero.shared_memory import DISABLED_BY
 
+    os.environ[DISABLED_BY] = "1" if name.endswith("-gloo") else "0"
     engine = poplar.initialize(
         model,
         workload.adamw(model.parameters()),
         gpt_loss,
-        zero_stage=int(name[-1]),
+        zero_stage=STAGE_OF[name],
         precision=workload.precision,
     )
     return poplar_system(name, engine)

@@ -42,6 +42,7 @@ from benchmarks.shares import cpu_shares, fit_to_cores, received_share
 from benchmarks.systems import STAGE_OF, checked_systems, installed_systems
 
 DEFAULT_SHARES = ("1+0.3", "1+0.5", "1+1+0.25")
+DEFAULT_SYSTEMS = [name for name in installed_systems() if name != "local" and not name.endswith("-gloo")]
 USABLE_PART = 0.97
 """Of all cores together; the rest is the system's."""
 
@@ -205,7 +206,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
 @click.option("--global-batch-size", type=click.IntRange(1), default=64)
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32")
 @click.option("--optimizer", type=click.Choice(["foreach", "fused"]), default="foreach")
-@click.option("--systems", default=",".join(installed_systems()[1:]), help="Names with commas between.")
+@click.option("--systems", default=",".join(DEFAULT_SYSTEMS), help="Names with commas between.")
 @click.option("--rounds", type=click.IntRange(1), default=15)
 @click.option("--burst", type=click.IntRange(1), default=1, help="Steps of one timing.")
 @click.option("--quick", is_flag=True, help="gpt-xs, global batch 16, 2 rounds: to see that all runs.")

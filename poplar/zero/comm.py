@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poplar.errors import CommunicationError, ConfigError, ShapeError, StepError
-from poplar.zero.transport import Done, Messages, Work, choose_transport
+from poplar.zero.shared_memory import SharedMemoryTransport
+from poplar.zero.transport import DEFAULT_TIMEOUT_S, Done, Messages, Work, choose_transport
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT_S = 600.0
 
 
 class Communicator(Protocol):
@@ -91,6 +91,11 @@ class ProcessGroupComm:
             dist.destroy_process_group(self._control)
         for name in ("group", "_control", "_transport", "_row", "_column"):
             vars(self).pop(name, None)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes of messages sent through shared memory so far; 0 where data travels another way."""
+        return self._transport.sent_bytes if isinstance(self._transport, SharedMemoryTransport) else 0
 
     def all_gather(self, full: Tensor, offsets: Sequence[int], name: str = "") -> Work:
         """Fill the other ranks' slices of ``full`` (1D, (offsets[-1],)); the own slice is already in place.

@@ -62,7 +62,7 @@ class Stage:
         self._reducing = False
         self._to_launch: deque[tuple[FlatBuffer, Tensor]] = deque()
         self._in_flight: deque[tuple[Work, FlatBuffer, Tensor]] = deque()
-        self.wait_s = 0.0  # seconds this process has waited for collectives
+        self.wait_s = 0.0  # seconds this process has spent in collectives, nearly all of them waiting
         self._pacing = list(self._pace_forward()) if device.is_emulated else []
 
     # What differs by stage.
@@ -83,7 +83,8 @@ class Stage:
         works = []
         for unit, buffer in self.trainable_buffers():
             assert buffer.full is not None
-            works.append(self.comm.all_gather(buffer.full, buffer.offsets, name=f"parameters of {unit.name}"))
+            with self._communicating():
+                works.append(self.comm.all_gather(buffer.full, buffer.offsets, name=f"parameters of {unit.name}"))
         for work in works:
             self._wait_for(work)
 
@@ -225,7 +226,8 @@ class Stage:
             while self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
                 self._finish_oldest()
             buffer, full = self._to_launch[0]
-            self._in_flight.append((self._reduce(buffer, full), buffer, full))
+            with self._communicating():
+                self._in_flight.append((self._reduce(buffer, full), buffer, full))
             self._to_launch.popleft()
 
     def _finish_oldest(self) -> None:
@@ -234,8 +236,14 @@ class Stage:
         self._merge(buffer, full)
 
     def _wait_for(self, work: Work) -> None:
+        with self._communicating():
+            work.wait()
+
+    @contextlib.contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """Count what is done inside as waiting, not as compute: even to issue a collective may take copies."""
         self.device.pace()
         began = time.perf_counter()
-        work.wait()
+        yield
         self.wait_s += time.perf_counter() - began
         self.device.mark()

@@ -124,7 +124,8 @@ class Stage3(Stage2):
         works = self._gathers.setdefault(unit, [])
         for buffer, full in zip(unit.buffers, wholes, strict=True):
             buffer.full = full
-            works.append(self.comm.all_gather(full, buffer.offsets, name=f"parameters of {unit.name}"))
+            with self._communicating():
+                works.append(self.comm.all_gather(full, buffer.offsets, name=f"parameters of {unit.name}"))
         self._claims[unit] += 1
 
     def _wait(self, unit: Unit) -> None:

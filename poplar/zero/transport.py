@@ -1,8 +1,9 @@
 """How bytes move: one small class per backend, chosen once.
 
+    SharedMemoryTransport CPU tensors, between ranks of one host (shared_memory.py)
     GlooTransport         CPU tensors, by point-to-point messages
     NcclTransport         NVIDIA or AMD cards, by native collectives
-    HostStagedTransport   accelerator tensors over gloo, through host memory: for clusters that mix vendors
+    HostStagedTransport   accelerator tensors, through host memory: for clusters that mix vendors
 
 ``offsets`` has world_size + 1 entries; rank r's shard is [offsets[r], offsets[r + 1]).
 """
@@ -18,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from poplar.errors import ConfigError
+from poplar.zero.shared_memory import SharedMemoryTransport, connect
+
+DEFAULT_TIMEOUT_S = 600.0
 
 
 class Work(Protocol):
@@ -143,14 +147,14 @@ class NcclTransport(_GroupTransport):
 
 
 class HostStagedTransport:
-    """gloo for tensors on an accelerator: through (pinned) host memory and back.
+    """The host's ways for tensors on an accelerator: through (pinned) host memory and back.
 
     The road for clusters that mix vendors, where no native library connects all cards.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._gloo = GlooTransport(group)
-        self.rank = self._gloo.rank
+        self._inner = _host_transport(group)
+        self.rank = self._inner.rank
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
@@ -160,34 +164,60 @@ class HostStagedTransport:
         host = torch.empty(full.shape, dtype=full.dtype, pin_memory=full.device.type == "cuda")
         own = slice(offsets[self.rank], offsets[self.rank + 1])
         host[own].copy_(full[own])
-        return Messages([self._gloo.all_gather(host, offsets)], partial(_copy, full, host))
+        return Messages([self._inner.all_gather(host, offsets)], partial(_copy, full, host))
 
     def reduce_scatter(self, full: Tensor, offsets: Sequence[int]) -> Work:
         host = self._to_host(full)
         own = slice(offsets[self.rank], offsets[self.rank + 1])
-        return Messages([self._gloo.reduce_scatter(host, offsets)], partial(_copy, full[own], host[own]))
+        return Messages([self._inner.reduce_scatter(host, offsets)], partial(_copy, full[own], host[own]))
 
     def all_reduce(self, full: Tensor) -> Work:
         host = self._to_host(full)
-        return Messages([self._gloo.all_reduce(host)], partial(_copy, full, host))
+        return Messages([self._inner.all_reduce(host)], partial(_copy, full, host))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         host = self._to_host(tensor)
-        self._gloo.broadcast(host, src)
+        self._inner.broadcast(host, src)
         tensor.copy_(host)
 
 
-def choose_transport(
-    group: dist.ProcessGroup, device: torch.device
-) -> GlooTransport | NcclTransport | HostStagedTransport:
+Transport = SharedMemoryTransport | GlooTransport | NcclTransport | HostStagedTransport
+
+
+def choose_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Return the fastest way between the ranks of ``group``. Collective."""
     backends = str(dist.get_backend_config(group))
     if device.type == "cpu":
         if "gloo" not in backends:
             raise ConfigError(f"parameters on the CPU need a gloo group, this group has {backends}; use backend='gloo'")
-        return GlooTransport(group)
+        return _host_transport(group)
     if "nccl" in backends:
         return NcclTransport(group)
     return HostStagedTransport(group)
+
+
+def _host_transport(group: dist.ProcessGroup) -> SharedMemoryTransport | GlooTransport:
+    """Return shared memory where all ranks are on one host, else gloo. Collective."""
+    world_size = dist.get_world_size(group)
+
+    def gather_objects(value: Any) -> list[Any]:
+        values: list[Any] = [None] * world_size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    if world_size > 1:
+        shared = connect(dist.get_rank(group), world_size, gather_objects, _timeout_s(group))
+        if shared is not None:
+            return shared
+    return GlooTransport(group)
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """Return the timeout that the group was made with."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # not told by every version of torch
+        return DEFAULT_TIMEOUT_S
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

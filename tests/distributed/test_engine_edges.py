@@ -21,7 +21,8 @@ from poplar.zero.comm import LoopbackComm, ProcessGroupComm
 from poplar.zero.debug import CheckedComm
 from poplar.zero.flat import shard_offsets
 from poplar.zero.precision import PoplarWarning
-from poplar.zero.transport import GlooTransport, HostStagedTransport
+from poplar.zero.shared_memory import DISABLED_BY, SharedMemoryTransport
+from poplar.zero.transport import GlooTransport, HostStagedTransport, choose_transport
 from tests.helpers import zoo
 from tests.helpers.models import Batch, Case, adamw_two_groups, cross_entropy, num_labels, sgd, tokens
 from tests.helpers.parity import build, check, distance, reference, rows_of
@@ -48,6 +49,17 @@ def _own(rank: int, batch: Batch) -> list[Batch]:
 # Transports: through host memory as straight over gloo.
 
 
+class _MessagesComm(ProcessGroupComm):
+    """Through gloo, as between hosts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport = GlooTransport(self.group)
+
+    def __repr__(self) -> str:  # the parity body draws its splits by it, on all ranks alike
+        return "messages"
+
+
 class _StagedComm(ProcessGroupComm):
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +71,16 @@ class _StagedComm(ProcessGroupComm):
 
 def _staged(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
+    assert group is not None
+    shared = choose_transport(group, torch.device("cpu"))
+    assert isinstance(shared, SharedMemoryTransport)
+    transports = [shared, GlooTransport(group), HostStagedTransport(group)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for ratios in ([1.0] * world_size, [0.0, 1.0, 2.5][:world_size]):
             for numel in (0, 1, 37):
                 offsets = shard_offsets(numel, ratios)
                 own = slice(offsets[rank], offsets[rank + 1])
-                for transport in (GlooTransport(group), HostStagedTransport(group)):
+                for transport in transports:
                     where = f"{type(transport).__name__}, {dtype}, {offsets}"
                     counted = torch.arange(offsets[-1]).to(dtype)
                     full = torch.full_like(counted, -1)
@@ -83,10 +99,11 @@ def _staged(rank: int, world_size: int) -> None:
                     assert value.eq(world_size - 1).all(), f"broadcast by {where}"
     expected = reference(TOKEN)
     for stage in range(4):
-        check(rank, world_size, TOKEN, stage, [1.0, 2.0, 0.5][:world_size], expected, comm=_StagedComm())
+        for comm in (_StagedComm(), _MessagesComm()):
+            check(rank, world_size, TOKEN, stage, [1.0, 2.0, 0.5][:world_size], expected, comm=comm)
 
 
-def test_through_host_memory_is_as_straight_over_gloo() -> None:
+def test_shared_memory_messages_and_staging_are_the_same() -> None:
     """Z44: sums, never averages; Z46: dtypes that gloo's own collectives refuse; Z47: equal and skewed parts."""
     run_ranks(_staged, 3, timeout_s=60)
 
@@ -343,7 +360,8 @@ def _peak(rank: int, world_size: int, stage: int, ratios: list[float] | None, lo
     return meter.peak_bytes, layout
 
 
-def _loopback(rank: int, world_size: int) -> list[float]:
+def _loopback(rank: int, world_size: int, way: str) -> list[float]:
+    os.environ[DISABLED_BY] = "1" if way == "messages" else "0"
     shares = []
     for stage in range(4):
         for ratios in (None, [1.0, 3.0]):
@@ -354,8 +372,11 @@ def _loopback(rank: int, world_size: int) -> list[float]:
 
 
 def test_loopback_needs_the_memory_of_the_real_run() -> None:
-    for shares in run_ranks(_loopback, 2, timeout_s=60):
+    for shares in run_ranks(_loopback, 2, "messages", timeout_s=60):
         assert all(0.95 < share < 1.05 for share in shares), shares
+    # Through shared memory, sums need no memory to receive in.
+    for shares in run_ranks(_loopback, 2, "shared memory", timeout_s=60):
+        assert all(0.95 < share < 1.15 for share in shares), shares
 
 
 # Machine code.
