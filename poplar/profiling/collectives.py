@@ -39,7 +39,7 @@ from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.zero.comm import Communicator, from_rank_0, raise_together
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
-ROUNDS_S = 2.5
+ROUNDS_S = 1.5
 """About how long the measured steps of a stage may take together."""
 LONG_MICRO_STEP_S = 2.0
 """A micro-step need not be longer to show what its collectives cost."""

@@ -1,6 +1,6 @@
 """One rank at one stage with nobody at the other end: the real engine, over ``ProbeComm``.
 
-    RankProbe.trial(size)           does a micro-batch of this size train? two steps, accumulation, evaluation
+    RankProbe.trial(size)           does a micro-batch of this size train? a step with accumulation, an evaluation
     RankProbe.time_micro_steps(...)  some more micro-steps, for their seconds
     RankProbe.time_steps(...)        some short steps, for what they take beyond their micro-step
 
@@ -97,7 +97,7 @@ class RankProbe:
             return self._attempt(lambda: self._ready_engine() is not None) is not None
 
     def trial(self, size: int) -> int | None:
-        """Take two steps, one of them with accumulation, and evaluate; return the peak bytes, None if memory ran out.
+        """Take a step with accumulation, and evaluate; return the peak bytes, None if memory ran out.
 
         Raises:
             whatever else the recipe raises.
@@ -107,8 +107,7 @@ class RankProbe:
             engine = self._ready_engine()
             self.device.reset_peak()
             batch = self._batches.make(size)
-            # The second begins with optimizer state, its second micro-step with gradients.
-            self._time_step(engine, batch, size, 1, counts=not self.is_plain_cpu)
+            # It begins with optimizer state, which the engine's first step has made, its second half with gradients.
             self._time_step(engine, batch, size, 2, counts=not self.is_plain_cpu)
             if self._settings.recipe.eval_dataset is not None:
                 engine.evaluate([batch])

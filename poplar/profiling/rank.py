@@ -21,10 +21,10 @@ from poplar.profiling.probe import RankProbe
 from poplar.profiling.search import LargestSearch
 from poplar.profiling.timing import AGREEMENT, sizes_to_time, summarize
 
-BURST_S = 0.2
+BURST_S = 0.1
 """A run on a plain CPU rank lasts about so long."""
-_MICRO_STEPS_OF_TRIAL = 3.3
-"""Two steps, one with accumulation, and an evaluation."""
+_MICRO_STEPS_OF_TRIAL = 2.3
+"""A step with accumulation, and an evaluation."""
 _MICRO_STEPS_OF_TIMING = 2
 MIN_STEP_TIMINGS = 3
 """Timings that ``optimizer_step_s`` rests on, at least."""
