@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -73,14 +74,16 @@ def measure(rank: int, world_size: int, config: Configuration, names: Sequence[s
         for index in range(config.accumulation)
     ]
     tasks: dict[str, Callable[[], float]] = {}
+    processor_s: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     counts = {}
     num_params = sum(param.numel() for param in workload.build_model().parameters())
     for name in names:
         system, counts[name] = count(partial(build, name, workload, config.accumulation, device), batches, device)
-        tasks[name] = partial(timed_burst, system, batches, burst)
+        tasks[name] = partial(timed_burst, system, batches, burst, processor_s[name])
     gc.collect()
     gc.freeze()  # what lives until the end need not be looked at again in the middle of a timing
-    return {"num_params": num_params, "counts": counts, "times": interleave(tasks, rounds)}
+    times = interleave(tasks, rounds)
+    return {"num_params": num_params, "counts": counts, "times": times, "processor_s": processor_s}
 
 
 def count(make: Callable[[], System], batches: Sequence, device: torch.device) -> tuple[System, dict[str, Any]]:
@@ -105,19 +108,26 @@ def count(make: Callable[[], System], batches: Sequence, device: torch.device) -
     return system, {"first_loss": first, "last_loss": last, "sent_bytes": sent, **asdict(memory)}
 
 
-def timed_burst(system: System, batches: Sequence, burst: int) -> float:
+def timed_burst(system: System, batches: Sequence, burst: int, processor_s: list[tuple[float, float]]) -> float:
     """Return the seconds of a step, by a burst of them with everything waited for.
 
     A step that is not timed goes first, and brings caches and allocator back to this system.
+
+    Args:
+        processor_s: gets the step's processor time of all threads of this process, in user and in kernel mode.
     """
     system.step(batches)
     system.finish()
     dist.barrier()
+    before = os.times()
     began = time.perf_counter()
     for _ in range(burst):
         system.step(batches)
     system.finish()
-    return (time.perf_counter() - began) / burst
+    taken = time.perf_counter() - began
+    after = os.times()
+    processor_s.append(((after.user - before.user) / burst, (after.system - before.system) / burst))
+    return taken / burst
 
 
 # Together.
@@ -163,6 +173,7 @@ def run(config: Configuration, names: Sequence[str], rounds: int, burst: int) ->
             "peak_bytes": max(rank[name]["peak_bytes"] for rank in counts),
             "state_bytes": max(rank[name]["state_bytes"] for rank in counts),
             "last_loss": counts[0][name]["last_loss"],
+            **processor_row([rank["processor_s"][name] for rank in by_rank]),
             "times_s": times[name],
         }
         if "local" in names and name != "local":
@@ -177,6 +188,16 @@ def run(config: Configuration, names: Sequence[str], rounds: int, burst: int) ->
         "machine": about,
         "rows": rows,
     }
+
+
+def processor_row(by_rank: Sequence[Sequence[tuple[float, float]]]) -> dict[str, float]:
+    """Return a rank's processor time in a step, and its part in the kernel: means over ranks and rounds.
+
+    The kernel counts in hundredths of a second, so that only means over many steps say something.
+    """
+    pairs = [pair for rounds in by_rank for pair in rounds]
+    system_s = statistics.fmean(system_s for _, system_s in pairs)
+    return {"processor_s": system_s + statistics.fmean(user_s for user_s, _ in pairs), "kernel_s": system_s}
 
 
 def check_losses(counts: dict[str, dict[str, Any]], tolerance: float) -> None:
@@ -214,8 +235,8 @@ def table(record: dict[str, Any]) -> str:
         f"{config.precision}, {config.optimizer} AdamW, {batches}; "
         f"{record['rounds']} rounds of bursts of {record['burst']} steps"
     )
-    header = ["system", "stage", "step, ms", "over local", "over best peer", "sent, MiB", "formula", "peak, MiB"]
-    header += ["state, MiB"]
+    header = ["system", "stage", "step, ms", "over local", "over best peer", "processor, ms", "in the kernel"]
+    header += ["sent, MiB", "formula", "peak, MiB", "state, MiB"]
     return f"{title}\n\n{markdown_table(header, [cells(row) for row in record['rows']])}"
 
 
@@ -227,6 +248,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['step_s'] * 1e3:.1f}",
         interval_text(row.get("over_local")),
         f"{interval_text(best)} {row['best_peer']}" if best else "",
+        f"{row['processor_s'] * 1e3:.0f}",
+        f"{row['kernel_s'] * 1e3:.0f}",
         mib(row["sent_bytes"]),
         "" if row["formula_bytes"] is None else mib(row["formula_bytes"]),
         mib(row["peak_bytes"]),

@@ -28,7 +28,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.interpolate import CubicSpline, PchipInterpolator
 
 from poplar.errors import ConfigError
 
@@ -136,6 +135,9 @@ def _interpolate(
     sizes: NDArray[np.float64], seconds: NDArray[np.float64], maximum: int
 ) -> tuple[str, NDArray[np.float64], int | None]:
     """Return the method, the seconds of sizes 0 to ``maximum``, and where a spline was refused (or None)."""
+    # Imported here, since it takes longer than importing all of Poplar, which many uses of it never need.
+    from scipy.interpolate import CubicSpline, PchipInterpolator
+
     first, last = int(sizes[0]), int(sizes[-1])
     whole_sizes = np.arange(maximum + 1, dtype=float)
     if len(sizes) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from poplar.zero.debug import CheckedComm
 from poplar.zero.flat import shard_offsets
 from poplar.zero.precision import PoplarWarning
 from poplar.zero.shared_memory import DISABLED_BY, SharedMemoryTransport
-from poplar.zero.transport import GlooTransport, HostStagedTransport, choose_transport
+from poplar.zero.transport import GlooTransport, HostStagedTransport, _timeout_s, choose_transport
 from tests.helpers import zoo
 from tests.helpers.models import Batch, Case, adamw_two_groups, cross_entropy, num_labels, sgd, tokens
 from tests.helpers.parity import build, check, distance, reference, rows_of
@@ -74,6 +75,8 @@ def _staged(rank: int, world_size: int) -> None:
     assert group is not None
     shared = choose_transport(group, torch.device("cpu"))
     assert isinstance(shared, SharedMemoryTransport)
+    patient = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
+    assert _timeout_s(patient) == 77.0
     transports = [shared, GlooTransport(group), HostStagedTransport(group)]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for ratios in ([1.0] * world_size, [0.0, 1.0, 2.5][:world_size]):

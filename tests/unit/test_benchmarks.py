@@ -10,11 +10,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks import collectives, common, contestants, equal_ranks, gpu, overhead, shares, unlike_ranks
+from benchmarks import collectives, common, contestants, equal_ranks, gpu, overhead, shares, summary, unlike_ranks
 from benchmarks.counters import bytes_sent, metered
 from benchmarks.gpt import SIZES, Workload
 
@@ -34,6 +35,26 @@ def test_gpu_script_skips_clearly():
 def test_unknown_system_is_named():
     result = CliRunner().invoke(equal_ranks.main, ["--systems", "local,magic"])
     assert result.exit_code != 0 and "magic" in result.output and "poplar-z3" in result.output
+
+
+def test_summary_has_a_row_for_every_stage_and_says_what_has_not_been_measured():
+    def record(configuration: dict[str, Any], key: str, systems: list[str]) -> dict[str, Any]:
+        interval = {"median": 0.9, "low": 0.8, "high": 1.0}
+        rows = [{"system": name, key: interval, "over_best_peer": interval, "best_peer": "ddp"} for name in systems]
+        about = {"gpu": None, "cpu": "a processor", "cores": 2, "system": "Linux", "torch": "2"}
+        return {"configuration": configuration, "machine": about, "rows": rows}
+
+    stages = [f"poplar-z{stage}" for stage in range(4)]
+    equal = [
+        record({**summary.EQUAL, "accumulation": 1}, "over_local", [*stages, "poplar-z3-gloo"]),
+        record({**summary.EQUAL, "accumulation": 4}, "over_local", stages),
+    ]
+    unlike = [record(summary.UNLIKE, "share_of_ideal", stages)]
+    lines = summary.summary(equal, unlike).split("\n")
+    assert [line[:5] for line in lines[2:6]] == [f"| {stage} |" for stage in range(4)]
+    assert lines[2].count("0.900 [0.800, 1.000] ddp") == 3 and lines[5].count("ddp") == 4
+    with pytest.raises(click.ClickException, match="'accumulation': 4"):
+        summary.summary(equal[:1], unlike)
 
 
 # Rounds and statistics.
