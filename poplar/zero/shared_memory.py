@@ -47,6 +47,7 @@ MIN_SLOTS = 8
 DISABLED_BY = "POPLAR_DISABLE_SHARED_MEMORY"
 """Environment variable: set to 1, ranks of one host talk through gloo, as ranks of several do."""
 _CONNECT_S = 20.0
+_LONGEST_POLL_MS = 2**31 - 1
 _POSTED, _TAKEN = b"p", b"t"
 
 GatherObjects = Callable[[Any], list[Any]]
@@ -262,7 +263,7 @@ class SharedMemoryTransport:
             raise CommunicationError(
                 f"rank {self.rank} waits for rank {min(awaited & self._gone)} of its group, whose process has ended"
             )
-        if not self._poll.poll(1000 * self._timeout_s):
+        if not self._poll.poll(min(1000 * self._timeout_s, _LONGEST_POLL_MS)):
             raise CommunicationError(
                 f"rank {self.rank} has waited {self._timeout_s:g} s for ranks {sorted(awaited)} of its group"
             )
