@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from poplar.catalog import match_device_name
@@ -44,9 +45,10 @@ def _keep_freed_memory() -> None:
     [Note: page faults] What is free at the top of glibc's heap goes back to the kernel once it is more than twice the
     largest chunk that was ever freed, chunks above 32 MiB not counted (mallopt(3), M_MMAP_THRESHOLD). A small model has
     no large chunks, so its gradients go back in every step, and come again page by page, for 4% of a step's time. One
-    large chunk, freed without having been touched, teaches it to keep up to 62 MiB.
+    large chunk, freed without having been touched, teaches it to keep 62 MiB at the top, and to take all chunks below
+    31 MiB from the heap, where they stay when freed.
     """
-    torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+    np.empty(_LARGE_BYTES, dtype=np.uint8)  # not torch: no meter is to count it
 
 
 class Device:
@@ -62,10 +64,10 @@ class Device:
     vendor = "cpu"
     """ "nvidia", "amd" or "cpu": cards of two vendors share no collective library but gloo."""
     is_emulated = False
+    computes_on_host = True
 
     def __init__(self, memory_fraction: float | None = None):
         self.torch_device = torch.device("cpu")
-        _keep_freed_memory()
         self.name = "cpu"
         """Catalogue name of the card; where the catalogue lacks it, what the driver calls it."""
         self.device_id: str | None = None
@@ -74,6 +76,8 @@ class Device:
         self.memory_limit_bytes = self._read_memory_limit()
         """Bytes that this rank may use, model state included: those free at the start, not all. None: unknown."""
         self._meter = MemoryMeter(self.memory_limit_bytes, owner="this rank")
+        if self.computes_on_host:
+            _keep_freed_memory()
 
     def _read_memory_limit(self) -> int | None:
         free_bytes = free_host_bytes()
@@ -152,6 +156,8 @@ class CudaDevice(Device):
         index: of the card among those that this process sees.
         memory_fraction: share of the card's free memory that this rank may use. None: all of it.
     """
+
+    computes_on_host = False
 
     def __init__(self, index: int, memory_fraction: float | None = None):
         torch.cuda.set_device(index)

@@ -24,7 +24,7 @@ from poplar.zero.comm import Communicator
 if TYPE_CHECKING:
     from poplar.profiling.session import ProfileSettings
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Goes up when profiles are measured in another way."""
 _OTHER_MEMORY = 1.1
 """A profile that memory limited is made anew where there is so much more of it now."""
@@ -60,6 +60,7 @@ class ProfileCache:
             "memory_margin": settings.memory_margin,
             "memory_fraction": device.memory_fraction,
             "device": _describe(device),
+            "transport": getattr(comm, "transport_name", ""),
         }
 
     def read(self, zero_stage: int) -> tuple[ClusterProfile, list[float]] | None:

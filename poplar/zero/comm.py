@@ -28,7 +28,7 @@ from torch import Tensor
 
 from poplar.errors import CommunicationError, ConfigError, ShapeError, StepError
 from poplar.zero.shared_memory import SharedMemoryTransport
-from poplar.zero.transport import DEFAULT_TIMEOUT_S, Done, Messages, Work, choose_transport
+from poplar.zero.transport import DEFAULT_TIMEOUT_S, Done, Messages, Transport, Work, choose_transport
 
 T = TypeVar("T")
 
@@ -93,9 +93,17 @@ class ProcessGroupComm:
             vars(self).pop(name, None)
 
     @property
+    def transport_name(self) -> str:
+        """How data travels between all ranks: "shared memory", "gloo", "NCCL" or "gloo through host memory"."""
+        return self._transport.name
+
+    @property
     def shared_memory_bytes(self) -> int:
-        """Bytes of messages sent through shared memory so far; 0 where data travels another way."""
-        return self._transport.sent_bytes if isinstance(self._transport, SharedMemoryTransport) else 0
+        """Bytes of messages sent through shared memory so far."""
+        return sum(way.sent_bytes for way in self._transports() if isinstance(way, SharedMemoryTransport))
+
+    def _transports(self) -> list[Transport]:
+        return [self._transport]
 
     def all_gather(self, full: Tensor, offsets: Sequence[int], name: str = "") -> Work:
         """Fill the other ranks' slices of ``full`` (1D, (offsets[-1],)); the own slice is already in place.
@@ -150,8 +158,9 @@ class ProcessGroupComm:
 class LoopbackComm:
     """One rank of ``world_size`` with nobody at the other end.
 
-    Buffers have their real sizes, so that memory and compute are those of a real run; the other ranks' slices are
-    filled with copies of the own shard (finite values of the right scale). In votes the other ranks answer 0: they
+    Buffers have their real sizes, so that memory and compute are those of a real run; through shared memory that takes
+    a little less, since sums need no buffer to receive in. The other ranks' slices are filled with copies of the own
+    shard (finite values of the right scale). In votes the other ranks answer 0: they
     have no samples and no complaints.
     """
 

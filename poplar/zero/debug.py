@@ -16,12 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from poplar.errors import CommunicationError
-from poplar.zero.comm import Communicator, Work
+from poplar.zero.comm import Communicator, Done, Work
 from poplar.zero.stage import Stage
 
 
 class CheckedComm:
-    """A communicator that makes sure that all ranks mean the same collective before it is issued."""
+    """A communicator that makes sure that all ranks mean the same collective before it is issued.
+
+    Each is complete when the call returns: between two of them the ranks ask each other, and must not block there with
+    works under way: see [Note: nobody waits in a circle] in shared_memory.py.
+    """
 
     def __init__(self, inner: Communicator):
         self.inner = inner
@@ -34,15 +38,18 @@ class CheckedComm:
 
     def all_gather(self, full: Tensor, offsets: Sequence[int], name: str = "") -> Work:
         self._check("all_gather", full, name, tuple(offsets))
-        return self.inner.all_gather(full, offsets, name)
+        self.inner.all_gather(full, offsets, name).wait()
+        return Done()
 
     def reduce_scatter(self, full: Tensor, offsets: Sequence[int], name: str = "") -> Work:
         self._check("reduce_scatter", full, name, tuple(offsets))
-        return self.inner.reduce_scatter(full, offsets, name)
+        self.inner.reduce_scatter(full, offsets, name).wait()
+        return Done()
 
     def all_reduce(self, full: Tensor, name: str = "") -> Work:
         self._check("all_reduce", full, name, ())
-        return self.inner.all_reduce(full, name)
+        self.inner.all_reduce(full, name).wait()
+        return Done()
 
     def broadcast(self, tensor: Tensor, src: int, name: str = "") -> None:
         self._check("broadcast", tensor, name, (src,))

@@ -3,7 +3,7 @@
     SharedMemoryTransport CPU tensors, between ranks of one host (shared_memory.py)
     GlooTransport         CPU tensors, by point-to-point messages
     NcclTransport         NVIDIA or AMD cards, by native collectives
-    HostStagedTransport   accelerator tensors, through host memory: for clusters that mix vendors
+    HostStagedTransport   accelerator tensors over gloo, through host memory: for clusters that mix vendors
 
 ``offsets`` has world_size + 1 entries; rank r's shard is [offsets[r], offsets[r + 1]).
 """
@@ -79,6 +79,8 @@ class GlooTransport(_GroupTransport):
     padding, accepts every dtype, and sums in one order, so that a repeated run is bitwise the same.
     """
 
+    name = "gloo"
+
     def __init__(self, group: dist.ProcessGroup):
         super().__init__(group)
         # Everyone begins with its right neighbour, so that no rank is everybody's first target.
@@ -122,6 +124,8 @@ class GlooTransport(_GroupTransport):
 class NcclTransport(_GroupTransport):
     """NCCL's native collectives; its list calls where shards are unequal."""
 
+    name = "NCCL"
+
     def _views(self, full: Tensor, offsets: Sequence[int]) -> list[Tensor]:
         return [full[start:stop] for start, stop in zip(offsets, offsets[1:], strict=False)]
 
@@ -147,13 +151,16 @@ class NcclTransport(_GroupTransport):
 
 
 class HostStagedTransport:
-    """The host's ways for tensors on an accelerator: through (pinned) host memory and back.
+    """gloo for tensors on an accelerator: through (pinned) host memory and back.
 
-    The road for clusters that mix vendors, where no native library connects all cards.
+    The road for clusters that mix vendors, where no native library connects all cards. gloo's own threads move the
+    bytes, so that the thread that launches kernels does not.
     """
 
+    name = "gloo through host memory"
+
     def __init__(self, group: dist.ProcessGroup):
-        self._inner = _host_transport(group)
+        self._inner = GlooTransport(group)
         self.rank = self._inner.rank
 
     def _to_host(self, tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import poplar
 from poplar.errors import CommunicationError, ConfigError, ModelError, PoplarError, StepError
 from poplar.memory_meter import MemoryMeter
+from poplar.zero import shared_memory
 from poplar.zero.comm import LoopbackComm, ProcessGroupComm
 from poplar.zero.debug import CheckedComm
 from poplar.zero.flat import shard_offsets
@@ -104,6 +105,38 @@ def _staged(rank: int, world_size: int) -> None:
     for stage in range(4):
         for comm in (_StagedComm(), _MessagesComm()):
             check(rank, world_size, TOKEN, stage, [1.0, 2.0, 0.5][:world_size], expected, comm=comm)
+
+
+def _full_outboxes(rank: int, world_size: int) -> None:
+    """Messages of many chunks and a single slot: every rank waits for room, in every mode that blocks elsewhere too."""
+    shared_memory.SLOT_BYTES, shared_memory.NUM_SLOTS = 64, 1
+    expected = reference(PLAIN)
+    for stage in range(4):
+        check(rank, world_size, PLAIN, stage, None, expected)
+        check(rank, world_size, PLAIN, stage, None, expected, num_replicas=2)
+        check(rank, world_size, PLAIN, stage, None, expected, debug=True)
+    for options in ({}, {"num_replicas": 2}, {"debug": True}):
+        for idle in ({1, 2}, {0, 3}, {0, 1, 2}):
+            model = build(PLAIN, seed=rank)
+            engine = poplar.initialize(model, sgd(model), _fails_where_told, zero_stage=3, **options)
+            data = PLAIN.data(0)
+            for _ in range(2):
+                engine.step([None, None] if rank in idle else [data, data])
+            model.fails = rank in idle
+            _raises((ModelError, StepError), "told to fail", partial(engine.step, [data, data]))
+            model.fails = False
+            engine.step([data, None] if rank in idle else [None, data])
+            engine.close()
+
+
+def _fails_where_told(model: nn.Module, batch: Batch) -> Tensor:
+    if getattr(model, "fails", False):
+        raise ModelError("told to fail")
+    return cross_entropy(model, batch)
+
+
+def test_full_outboxes_hang_nobody() -> None:
+    run_ranks(_full_outboxes, 4, timeout_s=110)
 
 
 def test_shared_memory_messages_and_staging_are_the_same() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,8 @@ from torch import Tensor
 from poplar.errors import CommunicationError
 from poplar.zero import shared_memory
 from poplar.zero.shared_memory import SharedMemoryTransport, connect
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared so on Linux alone")
 
 SLOT_BYTES = 64
 TIMEOUT_S = 20.0
@@ -63,14 +68,14 @@ def _transports(world_size: int, timeout_s: float = TIMEOUT_S) -> Iterator[list[
 
 
 def _end(transport: SharedMemoryTransport) -> None:
-    for link in transport._links.values():
+    for link in transport.links.values():
         link.close()
 
 
-@pytest.fixture(autouse=True)
-def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[1, 3])
+def _small_outboxes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(shared_memory, "MIN_SLOTS", 1)  # as many as ranks, the fewest that must do
+    monkeypatch.setattr(shared_memory, "NUM_SLOTS", request.param)
 
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -177,15 +182,15 @@ def test_a_rank_that_has_ended_is_named_to_those_who_wait_for_it_and_to_nobody_e
         _end(transports[2])
 
         def gather(rank: int) -> None:
-            with pytest.raises(CommunicationError, match=f"rank {rank} waits for rank 2 of its group, whose process"):
+            with pytest.raises(CommunicationError, match=f"rank {rank} waits for rank 2 of its group, which has ended"):
                 transports[rank].all_gather(torch.zeros(6), [0, 2, 4, 6]).wait()
 
         _on_ranks(2, gather)
     with _transports(3) as transports:
-        # Rank 2 has nothing to send, and takes nothing before it ends: the outboxes have room.
-        transports[2].reduce_scatter(torch.zeros(4), [0, 2, 4, 4])
+        # Rank 2 has nothing more to do with the others when it ends.
+        _on_ranks(3, lambda rank: transports[rank].reduce_scatter(torch.zeros(4), [0, 2, 4, 4]).wait())
         _end(transports[2])
-        _on_ranks(2, lambda rank: transports[rank].reduce_scatter(torch.zeros(4), [0, 2, 4, 4]).wait())
+        transports[0].broadcast(torch.zeros(0), src=1)
 
 
 def test_what_a_rank_said_before_it_ended_is_heard() -> None:
@@ -195,6 +200,39 @@ def test_what_a_rank_said_before_it_ended_is_heard() -> None:
         full = torch.zeros(4)
         transports[0].all_gather(full, [0, 2, 4]).wait()
         assert full.tolist() == [0, 0, 1, 1]
+
+
+def test_a_closed_transport_stays_closed_to_later_works() -> None:
+    with _transports(2) as transports:
+        _end(transports[1])
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="rank 0 waits for rank 1 of its group, which has ended"):
+                transports[0].all_gather(torch.zeros(4), [0, 2, 4]).wait()
+
+
+def test_ranks_at_different_collectives_are_told() -> None:
+    with _transports(2) as transports:
+        transports[1].all_gather(torch.zeros(6), [0, 2, 6])
+        with pytest.raises(CommunicationError, match="rank 0 expected 8 bytes .* from rank 1 .* which sent 16"):
+            transports[0].all_gather(torch.zeros(4), [0, 2, 4]).wait()
+
+
+def test_a_forked_process_does_not_keep_the_sockets_open() -> None:
+    with _transports(2) as transports:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the parent lets go of the other end
+            os._exit(0)
+        os.close(reader)
+        try:
+            _end(transports[1])
+            with pytest.raises(CommunicationError, match="which has ended"):
+                transports[0].all_gather(torch.zeros(4), [0, 2, 4]).wait()
+        finally:
+            os.close(writer)
+            os.waitpid(child, 0)
 
 
 def test_silence_is_an_error_after_the_timeout() -> None:
@@ -221,6 +259,12 @@ def test_all_ranks_take_another_way_where_one_cannot_take_this(monkeypatch: pyte
     monkeypatch.setattr(shared_memory, "_place", lambda: next(places))
     assert _connected(3) == [None] * 3
 
+    def hidden() -> tuple[str, ...]:
+        raise PermissionError("/proc/sys is not to be read here")
+
+    monkeypatch.setattr(shared_memory, "_place", hidden)
+    assert _connected(3) == [None] * 3
+
 
 def test_a_rank_that_fails_to_connect_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_CONNECT_S", 0.2)
@@ -232,12 +276,45 @@ def test_a_rank_that_fails_to_connect_hangs_nobody(monkeypatch: pytest.MonkeyPat
         return plain(name)
 
     monkeypatch.setattr(os, "memfd_create", scarce)
-    before = len(os.listdir("/proc/self/fd"))
+    before = _num_files()
     assert _connected(3) == [None] * 3
-    assert len(os.listdir("/proc/self/fd")) == before, "files were left open"
+    assert _num_files() == before
 
 
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_CONNECT_S", 0.2)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)  # so that every other end is somebody else's
-    assert _connected(2) == [None] * 2
+def _num_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_connecting_leaves_no_file_open_but_sockets_and_outboxes() -> None:
+    before = _num_files()
+    for _ in range(3):
+        with _transports(3):
+            assert _num_files() == before + 3 * (2 + 3)
+    assert _num_files() == before
+
+
+def test_strangers_are_turned_away_and_the_others_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    listening = shared_memory._listen
+
+    def with_stranger(stack: Any) -> Any:
+        listener, place = listening(stack)
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        stranger.connect(listener.getsockname())  # before anybody else
+        return listener, place
+
+    plain, strangers = struct.unpack, []
+
+    def unpack(layout: str, value: bytes) -> Any:
+        # What the kernel says of the first to come: rank 1 lets nobody in, so that it is rank 0's stranger.
+        if layout == "3i" and not strangers:
+            strangers.append(value)
+            return 0, os.getuid() + 1, 0
+        return plain(layout, value)
+
+    monkeypatch.setattr(shared_memory, "_listen", with_stranger)
+    monkeypatch.setattr(shared_memory.struct, "unpack", unpack)
+    made = _connected(2)
+    assert all(transport is not None for transport in made) and strangers
+    for transport in made:
+        _end(transport)
