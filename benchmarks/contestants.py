@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpt import Workload, gpt_loss
-from benchmarks.systems import STAGE_OF, System, build, poplar_system
+from benchmarks.systems import STAGE_OF, System, build, poplar_system, way_of
 
 MICRO_BATCH_SIZES = (4, 8, 16, 32)
 """What is tried for plain loops and peers; the whole equal share too, where it is smaller."""
@@ -148,9 +148,10 @@ def planned(name: str, rank: int, config: Configuration, burst: int) -> Entry:
         dataset=dataset,
     )
     stage = STAGE_OF[name]
-    plan = poplar.make_plan(recipe, config.global_batch_size, stage, precision=workload.precision)
     model = recipe.model()
-    engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plan)
+    with way_of(name):
+        plan = poplar.make_plan(recipe, config.global_batch_size, stage, precision=workload.precision)
+        engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plan)
     loader = poplar.PlannedLoader(recipe.dataset(), plan)
     batches = next(iter(loader))
     run = partial(timed_burst, poplar_system(name, engine), batches, burst)

@@ -19,7 +19,7 @@ import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,17 +213,29 @@ def _deepspeed(name: str, workload: Workload, model: nn.Module, device: torch.de
 
 def _poplar(name: str, workload: Workload, model: nn.Module, device: torch.device) -> System:
     import poplar
+
+    with way_of(name):
+        engine = poplar.initialize(
+            model,
+            workload.adamw(model.parameters()),
+            gpt_loss,
+            zero_stage=STAGE_OF[name],
+            precision=workload.precision,
+        )
+    return poplar_system(name, engine)
+
+
+@contextlib.contextmanager
+def way_of(name: str) -> Iterator[None]:
+    """Let communicators made inside take the way that the system's name says."""
     from poplar.zero.shared_memory import DISABLED_BY
 
+    before = os.environ.get(DISABLED_BY, "")
     os.environ[DISABLED_BY] = "1" if name.endswith("-gloo") else "0"
-    engine = poplar.initialize(
-        model,
-        workload.adamw(model.parameters()),
-        gpt_loss,
-        zero_stage=STAGE_OF[name],
-        precision=workload.precision,
-    )
-    return poplar_system(name, engine)
+    try:
+        yield
+    finally:
+        os.environ[DISABLED_BY] = before
 
 
 def poplar_system(name: str, engine: Any) -> System:

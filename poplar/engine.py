@@ -129,8 +129,8 @@ class Engine:
         optimizer: the user's own object; its groups now hold this rank's shards, so schedulers work as usual.
         num_steps: real optimizer steps taken.
         num_skipped: steps skipped.
-        wait_s: seconds that this process has spent in collectives, nearly all of them waiting. On an accelerator the
-            host does not wait, so that little but votes counts.
+        wait_s: seconds that this process has spent in collectives, waiting and, through shared memory, copying. On an
+            accelerator the host does not wait, so that little but votes counts.
     """
 
     def __init__(

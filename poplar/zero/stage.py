@@ -62,7 +62,7 @@ class Stage:
         self._reducing = False
         self._to_launch: deque[tuple[FlatBuffer, Tensor]] = deque()
         self._in_flight: deque[tuple[Work, FlatBuffer, Tensor]] = deque()
-        self.wait_s = 0.0  # seconds this process has spent in collectives, nearly all of them waiting
+        self.wait_s = 0.0  # seconds this process has spent in collectives, waiting and copying
         self._pacing = list(self._pace_forward()) if device.is_emulated else []
 
     # What differs by stage.
