@@ -8,7 +8,6 @@ Every way is first checked to give the right numbers. Times are of one collectiv
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,8 +31,8 @@ from benchmarks.common import (
     slowest,
 )
 from benchmarks.ranks import run_ranks
+from benchmarks.systems import through_gloo
 from poplar.zero.comm import ProcessGroupComm
-from poplar.zero.shared_memory import DISABLED_BY
 
 SIZES_MIB = (0.1, 1.0, 8.0, 32.0)
 BURST_MIB = 16
@@ -141,9 +140,9 @@ class Buffers:
 def measure(rank: int, world_size: int, sizes_mib: Sequence[float], rounds: int) -> dict[str, list[float]]:
     """Check and time every way at every size."""
     comms = {}
-    for name, disabled in (("shared memory", "0"), ("messages", "1")):
-        os.environ[DISABLED_BY] = disabled
-        comms[name] = ProcessGroupComm()
+    for name in ("shared memory", "messages"):
+        with through_gloo(name == "messages"):
+            comms[name] = ProcessGroupComm()
     tasks: dict[str, Callable[[], float]] = {}
     equal, unequal = [1.0] * world_size, [7.0, *[3.0] * (world_size - 1)]
     for size_mib in sizes_mib:

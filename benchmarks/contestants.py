@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpt import Workload, gpt_loss
-from benchmarks.systems import STAGE_OF, System, build, poplar_system, way_of
+from benchmarks.systems import STAGE_OF, System, build, poplar_system, through_gloo
 
 MICRO_BATCH_SIZES = (4, 8, 16, 32)
 """What is tried for plain loops and peers; the whole equal share too, where it is smaller."""
@@ -149,7 +149,7 @@ def planned(name: str, rank: int, config: Configuration, burst: int) -> Entry:
     )
     stage = STAGE_OF[name]
     model = recipe.model()
-    with way_of(name):
+    with through_gloo(name.endswith("-gloo")):
         plan = poplar.make_plan(recipe, config.global_batch_size, stage, precision=workload.precision)
         engine = poplar.initialize(model, recipe.optimizer(model), recipe.loss, plan=plan)
     loader = poplar.PlannedLoader(recipe.dataset(), plan)

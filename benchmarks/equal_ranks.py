@@ -97,15 +97,21 @@ def count(make: Callable[[], System], batches: Sequence, device: torch.device) -
     gc.collect()
     system, memory = metered(make, step, device=device)
     dist.barrier()
-    before, shared_before = bytes_sent() if device.type == "cpu" else None, system.shared_memory_bytes
+    before = sent_so_far(system, device)
     step(system)
     # Nothing has to be said twice: what the others have received, they have received by the end of their steps.
-    after, shared_after = bytes_sent() if device.type == "cpu" else None, system.shared_memory_bytes
+    after = sent_so_far(system, device)
     mean_losses = torch.tensor([losses[0], losses[-1]], dtype=torch.float64, device=device)
     dist.all_reduce(mean_losses)
     first, last = (mean_losses / dist.get_world_size()).tolist()
-    sent = None if before is None or after is None else after - before + shared_after - shared_before
+    sent = None if before is None or after is None else after - before
     return system, {"first_loss": first, "last_loss": last, "sent_bytes": sent, **asdict(memory)}
+
+
+def sent_so_far(system: System, device: torch.device) -> int | None:
+    """Return the bytes that this process has sent, by sockets and through shared memory; None: unknown."""
+    by_sockets = bytes_sent() if device.type == "cpu" else None
+    return None if by_sockets is None else by_sockets + system.shared_memory_bytes
 
 
 def timed_burst(system: System, batches: Sequence, burst: int, processor_s: list[tuple[float, float]]) -> float:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -83,6 +84,10 @@ _PARTS = st.lists(st.integers(0, 70), min_size=5, max_size=5)
 _CALLS = st.lists(st.tuples(st.sampled_from(_KINDS), _PARTS, st.booleans()), min_size=1, max_size=12)
 
 
+def _offsets(sizes: list[int], world_size: int) -> list[int]:
+    return list(accumulate(sizes[:world_size], initial=0))
+
+
 def _values(rank: int, call: int, numel: int, dtype: torch.dtype) -> Tensor:
     return ((torch.arange(numel) * 7 + call * 3 + rank * 11) % 17).to(dtype)
 
@@ -92,8 +97,7 @@ def _play(transport: SharedMemoryTransport, calls: list[Any], seed: int) -> list
     rank, world_size = transport.rank, transport.world_size
     works, results = [], []
     for number, (kind, sizes, is_double) in enumerate(calls):
-        parts = sizes[:world_size]
-        offsets = [sum(parts[:stop]) for stop in range(world_size + 1)]
+        offsets = _offsets(sizes, world_size)
         own = slice(offsets[rank], offsets[rank + 1])
         full = _values(rank, number, offsets[-1], torch.float64 if is_double else torch.bfloat16)
         if kind == "broadcast":
@@ -113,8 +117,7 @@ def _play(transport: SharedMemoryTransport, calls: list[Any], seed: int) -> list
 def _expected(rank: int, world_size: int, calls: list[Any]) -> list[Tensor]:
     expected = []
     for number, (kind, sizes, is_double) in enumerate(calls):
-        parts = sizes[:world_size]
-        offsets = [sum(parts[:stop]) for stop in range(world_size + 1)]
+        offsets = _offsets(sizes, world_size)
         dtype = torch.float64 if is_double else torch.bfloat16
         values = [_values(other, number, offsets[-1], dtype) for other in range(world_size)]
         if kind == "broadcast":
