@@ -94,6 +94,14 @@ class RankProfile:
         )
         _check_seconds("optimizer_step_s", self.optimizer_step_s)
 
+    def scaled(self, factor: float) -> RankProfile:
+        """Return this profile with every time ``factor`` times as long."""
+        return replace(
+            self,
+            points=tuple((size, seconds * factor) for size, seconds in self.points),
+            optimizer_step_s=self.optimizer_step_s * factor,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
@@ -135,20 +143,16 @@ class ClusterProfile:
 
     def scaled(self, factor: float) -> ClusterProfile:
         """Return this profile with every time ``factor`` times as long."""
-        ranks = tuple(
-            replace(
-                rank,
-                points=tuple((size, seconds * factor) for size, seconds in rank.points),
-                optimizer_step_s=rank.optimizer_step_s * factor,
-            )
-            for rank in self.ranks
-        )
         return replace(
             self,
-            ranks=ranks,
+            ranks=tuple(rank.scaled(factor) for rank in self.ranks),
             micro_step_collective_s=self.micro_step_collective_s * factor,
             step_collective_s=self.step_collective_s * factor,
         )
+
+    def with_collectives(self, micro_step_collective_s: float, step_collective_s: float) -> ClusterProfile:
+        """Return this profile with other seconds of collectives."""
+        return replace(self, micro_step_collective_s=micro_step_collective_s, step_collective_s=step_collective_s)
 
     def to_json(self) -> str:
         return dump_record("profile", PROFILE_VERSION, self)

@@ -1,7 +1,7 @@
 """Measure every card at every ZeRO stage, and plan with what was measured.
 
     profile     for each stage: rule out by arithmetic -> each rank alone (profiling/rank.py) -> all agree
-                                -> real steps together (profiling/collectives.py) -> ClusterProfile
+                for all stages: steps together (profiling/rehearsal.py; on cards collectives.py) -> ClusterProfile
     make_plan   profile -> where uneven shards promise more, profile that stage with them -> explain -> the fastest
 
 [Note: alone, then together]
@@ -77,7 +77,7 @@ def profile(
     stages = _checked_stages(zero_stage)
     checked = _checked_settings(settings)
     comm, device = _place(group, comm, device, memory_fraction)
-    profiles, _ = _measure(recipe, stages, checked, comm, device)
+    profiles = _measure(recipe, stages, checked, comm, device)
     return profiles[0] if isinstance(zero_stage, int) else profiles
 
 
@@ -158,14 +158,16 @@ def profile_to_plan(
     """
     stages = _checked_stages(zero_stage)
     checked = _checked_settings({**settings, "global_batch_size": global_batch_size})
-    profiles, level = _measure(recipe, stages, checked, comm, device)
+    profiles = _measure(recipe, stages, checked, comm, device)
     # Ratios are by rank of the whole cluster, not of a group that is repeated in it.
     if strategy == "exact" and checked.shard_ratios is None and comm.shard_world_size == comm.world_size:
         suggestion = from_rank_0(comm, lambda: best_suggestion(profiles, global_batch_size))
         if suggestion is not None:
             uneven = replace(checked, shard_ratios=suggestion.shard_ratios)
-            # At the level of the others, since it has to beat them by a few percent.
-            profiles += _measure(recipe, (suggestion.profile.zero_stage,), uneven, comm, device, level)[0]
+            # It has to beat the others by a few percent only, so it is compared with one of them in the same turns.
+            stage = suggestion.profile.zero_stage
+            even = next(one for one in profiles if one.zero_stage == stage)
+            profiles += _measure(recipe, (stage,), uneven, comm, device, even)
     return profiles
 
 
@@ -175,10 +177,10 @@ def _measure(
     settings: ProfileSettings,
     comm: Communicator,
     device: Device,
-    level: float | None = None,
-) -> tuple[tuple[ClusterProfile, ...], float]:
+    reference: ClusterProfile | None = None,
+) -> tuple[ClusterProfile, ...]:
     with _without_trace():
-        return ProfileSession(recipe, settings, comm, device).profile_stages(stages, level)
+        return ProfileSession(recipe, settings, comm, device).profile_stages(stages, reference)
 
 
 def _checked_stages(zero_stage: Any) -> tuple[int, ...]:

@@ -7,9 +7,7 @@ Which of two equal cards it was does not matter. Memory that has become less sin
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from poplar.zero.comm import Communicator
 if TYPE_CHECKING:
     from poplar.profiling.session import ProfileSettings
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 """Goes up when profiles are measured in another way."""
 _OTHER_MEMORY = 1.1
 """A profile that memory limited is made anew where there is so much more of it now."""
@@ -63,8 +61,8 @@ class ProfileCache:
             "transport": getattr(comm, "transport_name", ""),
         }
 
-    def read(self, zero_stage: int) -> tuple[ClusterProfile, list[float]] | None:
-        """Return an earlier profile that still holds, as given to ``write``; None: there is none, or not to be taken.
+    def read(self, zero_stage: int) -> ClusterProfile | None:
+        """Return an earlier profile that still holds; None: there is none, or not to be taken.
 
         Collective.
         """
@@ -74,20 +72,20 @@ class ProfileCache:
         found = self._comm.broadcast_object(_read(path) if self._comm.rank == 0 else None, 0)
         if found is None:
             return None
-        profile, levels = found
-        if any(row[0] for row in self._comm.gather_floats([float(self._has_other_memory(profile))])):
+        if any(row[0] for row in self._comm.gather_floats([float(self._has_other_memory(found))])):
             return None
         ids = self._comm.gather_objects(self._device.device_id)
-        ranks = tuple(replace(row, device_id=own) for row, own in zip(profile.ranks, ids, strict=True))
-        return replace(profile, ranks=ranks), levels
+        return replace(
+            found, ranks=tuple(replace(row, device_id=own) for row, own in zip(found.ranks, ids, strict=True))
+        )
 
-    def write(self, profile: ClusterProfile, levels: Sequence[float]) -> None:
-        """Keep a profile for later, and how slow the processors were at its steps (collectives.py). Collective."""
+    def write(self, profile: ClusterProfile) -> None:
+        """Keep a profile for later. Collective."""
         if self._folder is None:
             return
         path = self._path(profile.zero_stage)
         if self._comm.rank == 0:
-            write_text_atomically(path, json.dumps({"levels": list(levels), "profile": profile.to_json()}))
+            write_text_atomically(path, profile.to_json())
 
     def _path(self, zero_stage: int) -> Path:
         """Return the file of a stage, the same on every rank. Collective."""
@@ -108,11 +106,10 @@ class ProfileCache:
         return needed_bytes > usable_bytes or (could_grow and usable_bytes > known_bytes * _OTHER_MEMORY)
 
 
-def _read(path: Path) -> tuple[ClusterProfile, list[float]] | None:
+def _read(path: Path) -> ClusterProfile | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return ClusterProfile.from_json(found["profile"]), [float(level) for level in found["levels"]]
-    except (OSError, ValueError, KeyError, TypeError):  # ValueError: also a ConfigError, or not UTF-8
+        return ClusterProfile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # ValueError: also a ConfigError, or not UTF-8
         return None  # none yet, or of another release, or damaged: measured anew
 
 

@@ -1,13 +1,14 @@
 """One rank at one stage with nobody at the other end: the real engine, over ``ProbeComm``.
 
     RankProbe.trial(size)           does a micro-batch of this size train? a step with accumulation, an evaluation
-    RankProbe.time_micro_steps(...)  some more micro-steps, for their seconds
-    RankProbe.time_steps(...)        some short steps, for what they take beyond their micro-step
+    RankProbe.time_micro_steps(...)  a step of some micro-steps, for their seconds and what the step takes beyond them
 
 [Note: seconds of a micro-step]
 The engine calls the loss function once in every micro-step, so the time from one call to the next is one whole
-micro-step: forward, backward, and what the stage does with the gradients. What a step takes beyond its micro-steps
-(norm, clipping, optimizer) is then its total less so many micro-steps. Nothing in the engine needs to know.
+micro-step: forward, backward, and what the stage does with the gradients. The last one ends with the step; what it
+takes beyond the others of the same step is the step's own (norm, clipping, optimizer). That is a small difference, so
+it is read where micro-steps are shortest, those of one sample, and within one step, which a slow second slows as a
+whole. Nothing in the engine needs to know.
 
 [Note: a processor that comes and goes]
 A container's CPU quota stops a process for the rest of a period, a busy neighbour for a time slice. A short micro-step
@@ -31,7 +32,6 @@ from poplar.config import Batch
 from poplar.device import Device, is_out_of_memory
 from poplar.engine import Engine
 from poplar.profiling.parts import EngineSettings, LossWatch, ProbeBatches, ProbeComm, give_back
-from poplar.profiling.timing import summarize
 
 T = TypeVar("T")
 
@@ -126,21 +126,6 @@ class RankProbe:
         with self._as_in_training():
             return self._attempt(run) is not None
 
-    def time_steps(self, number: int) -> bool:
-        """Take so many steps of a single sample, for ``optimizer_step_s``; return False if memory ran out."""
-
-        def run() -> bool:
-            engine, batch = self._ready_engine(), self._batches.make(1)
-            began_s = self.device.clock_s()
-            for _ in range(number):
-                engine.step([batch])
-            total_s = self.device.clock_s() - began_s
-            self._rests_s.append(total_s / number - summarize(self.runs_s[1]).seconds)
-            return True
-
-        with self._as_in_training():
-            return self._attempt(run) is not None
-
     def close(self) -> None:
         """Give everything back."""
         if self._engine is not None:
@@ -190,8 +175,12 @@ class RankProbe:
         # At stage 3 a new engine runs the loss once more, for the order of its collectives.
         calls_s = self._watch.calls_s[-number:]
         runs_s = [after - before for before, after in zip(calls_s, calls_s[1:], strict=False)]
-        if self._rests_s:
-            runs_s.append(total_s - sum(runs_s) - self.optimizer_step_s)
-        if self.is_plain_cpu and number > 2:
-            runs_s = [mean(runs_s)]
+        usual_s = mean(runs_s) if self.is_plain_cpu else median(runs_s)
+        last_s = began_s + total_s - calls_s[-1]
+        if size == 1:
+            self._rests_s.append(last_s - usual_s)
+        if self.is_plain_cpu:
+            runs_s = [usual_s]
+        elif self._rests_s:
+            runs_s.append(last_s - self.optimizer_step_s)
         self.runs_s.setdefault(size, []).extend(seconds for seconds in runs_s if seconds > 0)

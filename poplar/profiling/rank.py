@@ -26,6 +26,10 @@ BURST_S = 0.1
 _MICRO_STEPS_OF_TRIAL = 2.3
 """A step with accumulation, and an evaluation."""
 _MICRO_STEPS_OF_TIMING = 2
+_MICRO_STEPS_OF_ONE_SAMPLE = 4
+"""Enough to tell what a step takes beyond them."""
+_ENOUGH_SAMPLES = 8
+"""Up to so many, a size is tried though ``stage_budget_s`` is spent, if its trial alone keeps within it."""
 MIN_STEP_TIMINGS = 3
 """Timings that ``optimizer_step_s`` rests on, at least."""
 _SHORT_MICRO_STEP_S = 0.06
@@ -126,16 +130,26 @@ class _Measurement:
             self.search.record(1, None)
 
     def _accept(self, size: int) -> None:
-        """Time a size for which memory is no question, instead of trying it."""
-        if self._time_once(size):
+        """Time a size for which memory is no question, instead of trying it; not again what another stage has timed."""
+        began_s = time.monotonic()
+        if size in self.probe.runs_s:
+            self._began_s -= sum(self.probe.runs_s[size])  # counts as spent here, or this stage would go further
+            self.search.accept(size)
+        elif self._time_once(size):
+            self._sample_s = (time.monotonic() - began_s) / self._num_micro_steps(size) / size
             self.search.accept(size)
         else:
             self.search.record(size, None)
 
     def _affordable_size(self, num_micro_steps: float) -> int:
-        """Return the largest size of which so many micro-steps end within ``stage_budget_s``."""
-        left_s = self.effort.stage_budget_s - (time.monotonic() - self._began_s)
-        return int(left_s / num_micro_steps / self._sample_s)
+        """Return the largest size of which so many micro-steps end within ``stage_budget_s``.
+
+        A slow rank, on which the first samples have taken all of it, is not left with a curve of one size.
+        """
+        budget_s = self.effort.stage_budget_s
+        left_s = budget_s - (time.monotonic() - self._began_s)
+        anyway = min(_ENOUGH_SAMPLES, int(budget_s / num_micro_steps / self._sample_s))
+        return max(anyway, int(left_s / num_micro_steps / self._sample_s))
 
     def _time_in_rounds(self) -> int | None:
         """Repeat all sizes until their times agree; return a size at which memory ran out, though its trial had fitted.
@@ -153,27 +167,21 @@ class _Measurement:
 
     def _time_once(self, size: int) -> bool:
         """Time a size once more; return False if memory ran out, though the trial had fitted."""
-        number = self._num_micro_steps(size)
-        if not self.probe.time_micro_steps(size, number):
-            return False
-        return size > 1 or self.probe.num_timings >= MIN_STEP_TIMINGS or self._time_steps(number)
-
-    def _time_steps(self, number: int) -> bool:
-        """Time what a step takes beyond its micro-steps; return False if memory ran out."""
         began_s = time.monotonic()
-        while self.probe.num_timings < MIN_STEP_TIMINGS:
-            if not self.probe.time_steps(number if self.probe.is_plain_cpu else 1):
+        while True:
+            if not self.probe.time_micro_steps(size, self._num_micro_steps(size)):
                 return False
-            if time.monotonic() - began_s > self.effort.point_budget_s:
-                break
-        return True
+            is_enough = size > 1 or self.probe.num_timings >= MIN_STEP_TIMINGS
+            if is_enough or time.monotonic() - began_s > self.effort.point_budget_s:
+                return True
 
     def _num_micro_steps(self, size: int) -> int:
         """Return how many micro-steps to take in a step: see [Note: a processor that comes and goes]."""
         micro_step_s = self._sample_s * size
+        fewest = _MICRO_STEPS_OF_ONE_SAMPLE if size == 1 else 2
         if self.probe.is_plain_cpu:
-            return max(2, math.ceil(BURST_S / micro_step_s))
-        return 4 if micro_step_s < _SHORT_MICRO_STEP_S else 2
+            return max(fewest, math.ceil(BURST_S / micro_step_s))
+        return 4 if micro_step_s < _SHORT_MICRO_STEP_S else fewest
 
     def _has_enough(self, size: int, spent_s: float) -> bool:
         runs_s = self.probe.runs_s.get(size, ())

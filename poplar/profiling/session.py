@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from poplar.config import PRECISIONS, Recipe
@@ -13,12 +11,14 @@ from poplar.device import Device
 from poplar.errors import ConfigError, ProfileError, StepError
 from poplar.plan import ClusterProfile, RankProfile, check_shard_ratios
 from poplar.profiling.cache import ProfileCache
-from poplar.profiling.collectives import balanced_sizes, calibrate
-from poplar.profiling.parts import EngineSettings, ProbeBatches, give_back
+from poplar.profiling.collectives import calibrate
+from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.profiling.probe import RankProbe
 from poplar.profiling.rank import Effort, Measured, measure_rank
+from poplar.profiling.rehearsal import rehearse
 from poplar.profiling.state import RecipeFacts, learn_facts
-from poplar.zero.comm import Communicator, from_rank_0, raise_together
+from poplar.profiling.together import StepTaker
+from poplar.zero.comm import Communicator, raise_together
 from poplar.zero.precision import resolve_precision
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _MIB = 2**20
 LARGEST_MICRO_BATCH_SIZE = 4096
 CARD_BUDGETS_S = (60.0, 0.5)
 """Defaults of ``stage_budget_s`` and ``point_budget_s``."""
-CPU_BUDGETS_S = (2.0, 0.15)
+CPU_BUDGETS_S = (1.7, 0.15)
 """The same for a plain CPU rank: it has much memory, and little to gain from large micro-batches."""
 
 
@@ -55,7 +55,7 @@ class ProfileSettings:
     memory_margin: float = 0.05
     """Share of the usable memory left free: training has the collectives' buffers and fragmentation on top."""
     stage_budget_s: float | None = None
-    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 2."""
+    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 1.7."""
     point_budget_s: float | None = None
     """About how long one size may be repeated while its times disagree. None: 0.5, on CPU ranks 0.15."""
     cache_dir: str | os.PathLike[str] | None = None
@@ -104,8 +104,6 @@ class ProfileSession:
         self._batches = ProbeBatches(recipe, device)
         self._runs_s: dict[int, list[float]] = {}
         """Micro-steps of stages 0 and 1, which are the same work."""
-        self._levels: dict[int, list[float]] = {}
-        """By stage: see [Note: the rank that waits least]."""
         ratios = settings.shard_ratios
         self._ratios = None if ratios is None else check_shard_ratios(ratios, comm.shard_world_size)
         native = comm.gather_objects(device.native_dtypes()) if settings.precision == "auto" else []
@@ -123,29 +121,36 @@ class ProfileSession:
         self._cache = ProfileCache(settings, comm, device, self._facts, precision.name)
 
     def profile_stages(
-        self, zero_stages: Sequence[int], level: float | None = None
-    ) -> tuple[tuple[ClusterProfile, ...], float]:
-        """Return the profile of each stage, and the level that their times are scaled to. Collective.
+        self, zero_stages: Sequence[int], reference: ClusterProfile | None = None
+    ) -> tuple[ClusterProfile, ...]:
+        """Return the profile of each stage. Collective.
 
         Args:
-            level: of profiles that these are to be compared with. None: as it is found.
+            reference: see ``rehearse``.
         """
         found: dict[int, ClusterProfile] = {}
+        fresh = []
         for stage in zero_stages:
             cached = self._cache.read(stage)
-            if cached is not None:
-                found[stage], self._levels[stage] = cached
-                continue
-            found[stage] = self._profile_stage(stage)
+            if cached is None:
+                fresh.append(stage)
+            found[stage] = self._measure_stage(stage) if cached is None else cached
+        if fresh and self._comm.world_size > 1:
+            taker = StepTaker(engines=self._engines, batches=self._batches, comm=self._comm, device=self._device)
+            batch = self._settings.global_batch_size
+            if all(row[0] for row in self._comm.gather_floats([self._device.torch_device.type == "cpu"])):
+                # Those from the cache too: they were measured at another time, and are to be compared with the others.
+                corrected = rehearse(taker, list(found.values()), batch, reference)
+                found = dict(zip(found, corrected, strict=True))
+            else:
+                found |= {stage: calibrate(taker, found[stage], batch) for stage in fresh}
+        for stage in fresh:
             if any(rank.points for rank in found[stage].ranks):
-                self._cache.write(found[stage], self._levels.get(stage, ()))
-        # One level for all stages, or a slow minute would decide between them: [Note: the rank that waits least].
-        if level is None:
-            levels = [one for stage in zero_stages for one in self._levels.get(stage, ())]
-            level = median(levels) if levels else 1.0
-        return tuple(found[stage].scaled(level) for stage in zero_stages), level
+                self._cache.write(found[stage])
+        return tuple(found[stage] for stage in zero_stages)
 
-    def _profile_stage(self, zero_stage: int) -> ClusterProfile:
+    def _measure_stage(self, zero_stage: int) -> ClusterProfile:
+        """Return the profile of a stage by each rank alone. Collective."""
         least_bytes = self._facts.least_state_bytes(zero_stage, self._share)
         usable_bytes = self._usable_bytes()
         misses = usable_bytes is not None and least_bytes > usable_bytes
@@ -154,7 +159,7 @@ class ProfileSession:
         measured = self._together(
             f"being profiled at stage {zero_stage}", lambda: self._measure(zero_stage, least_bytes)
         )
-        return self._calibrated(zero_stage, self._comm.gather_objects(measured))
+        return self._assemble(zero_stage, self._comm.gather_objects(measured))
 
     @property
     def _share(self) -> float:
@@ -205,30 +210,6 @@ class ProfileSession:
             notes=note,
         )
 
-    def _calibrated(self, zero_stage: int, measured: Sequence[Measured]) -> ClusterProfile:
-        """Return the profile with what the collectives add. Collective."""
-        rows, outgrown = list(measured), set[int]()
-        while True:
-            profiles = [row.profile for row in rows]
-            sizes = from_rank_0(self._comm, partial(balanced_sizes, profiles, self._settings.global_batch_size))
-            if self._comm.world_size == 1 or not any(sizes):
-                return self._assemble(zero_stage, rows)
-            found = calibrate(self._engines, self._batches, zero_stage, profiles, sizes, self._comm, self._device)
-            give_back(self._device)
-            for rank in found.failed_ranks:
-                rows[rank] = _bounded(rows[rank], sizes[rank] * 9 // 10)
-            outgrown.update(found.failed_ranks)
-            if found.failed_ranks:
-                continue
-            for rank in outgrown:  # what ran among others is known to fit, and nothing above it
-                rows[rank] = _bounded(rows[rank], sizes[rank])
-            self._levels[zero_stage] = list(found.levels)
-            return replace(
-                self._assemble(zero_stage, rows),
-                micro_step_collective_s=found.micro_step_collective_s,
-                step_collective_s=found.step_collective_s,
-            )
-
     def _assemble(self, zero_stage: int, rows: Sequence[Measured]) -> ClusterProfile:
         return ClusterProfile(
             zero_stage=zero_stage,
@@ -242,19 +223,3 @@ class ProfileSession:
                 for note in row.notes
             ),
         )
-
-
-def _bounded(row: Measured, largest: int) -> Measured:
-    """Return a rank's profile up to ``largest``, after it ran out of memory among others with what fits it alone."""
-    profile = row.profile
-    note = f"up to {largest} samples fit it among others; alone it ran up to {profile.max_micro_batch_size}"
-    return Measured(
-        profile=replace(
-            profile,
-            max_micro_batch_size=largest,
-            points=tuple(point for point in profile.points if point[0] <= largest),
-            memory_points=tuple(point for point in profile.memory_points if point[0] <= largest),
-            point_spreads=tuple(point for point in profile.point_spreads if point[0] <= largest),
-        ),
-        notes=(*row.notes, note),
-    )

@@ -8,8 +8,8 @@ the next one confirms. After it the median counts, of more runs where they disag
 [Note: the undisturbed quarter]
 What disturbs a processor only makes it slower, for seconds at a time, and each size in other moments: medians of a few
 runs then differ by what happened to be going on. Their lower quartiles are runs that nothing disturbed, so that sizes,
-cards and stages can be compared. How slow the processor is in the mean is for real steps to tell, for all alike
-(collectives.py). Not so under a CPU quota, where being stopped is the rule and not a disturbance.
+cards and stages can be compared. How slow the processor is in the mean is for steps of all ranks to tell
+(rehearsal.py). Not so under a CPU quota, where being stopped is the rule and not a disturbance.
 """
 
 from __future__ import annotations

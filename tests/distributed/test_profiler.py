@@ -12,7 +12,7 @@ import torch
 import poplar
 from poplar.errors import InfeasiblePlanError, ProfileError
 from poplar.plan import ClusterProfile
-from poplar.profiling import collectives as profiler_collectives
+from poplar.profiling import rehearsal
 from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.profiling.probe import RankProbe
 from poplar.zero.comm import ProcessGroupComm
@@ -32,7 +32,7 @@ _SETTINGS: dict[str, Any] = {"point_budget_s": 0.0, "max_micro_batch_size": 16}
 
 def _communicator() -> ProcessGroupComm:
     """Return the ranks' communicator; their steps together are few here, since nobody reads how long they take."""
-    profiler_collectives.MAX_ROUNDS = 2
+    rehearsal.NUM_VISITS = 1
     return ProcessGroupComm()
 
 
@@ -145,7 +145,7 @@ def _plan_and_train(rank: int, world_size: int) -> tuple[list[str], list[bool], 
     slow = _by_rank({1: lambda size: time.sleep(0.03 * size)}, rank)
     recipe = replace(slow, scheduler=None)
     plans, skipped = [], []
-    profiler_collectives.MAX_ROUNDS = 2
+    rehearsal.NUM_VISITS = 1
     for zero_stage in ("auto", 2):
         # Joins the launcher's group, which is here already.
         plan = poplar.make_plan(recipe, 24, zero_stage, device=device, **_SETTINGS)
