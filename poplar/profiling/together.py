@@ -60,7 +60,8 @@ class StepTaker:
             the profile, bounded for such ranks; the steps, None if there were no kinds to take.
 
         Raises:
-            ProfileError: another rank failed, not by running out of memory; the failing rank raises its own error.
+            ProfileError: another rank failed, not by running out of memory; the failing rank raises its own error. Or a
+                rank ran out of memory without any samples.
         Collective.
         """
         alone = profile
@@ -74,6 +75,12 @@ class StepTaker:
             if times is not None:
                 break
             for rank in failed_ranks:
+                if _largest(kinds, rank) == 0:
+                    raise ProfileError(
+                        f"rank {rank} ({profile.ranks[rank].device}) runs out of memory at stage {profile.zero_stage} "
+                        "in steps of all ranks though it computes nothing in them: its model state and the "
+                        "collectives' buffers do not fit; leave it out, or take a higher stage"
+                    )
                 profile = _bounded(profile, rank, _largest(kinds, rank) * 9 // 10)
             outgrown.update(failed_ranks)
         for rank in sorted(outgrown):  # what ran among others is known to fit, and nothing above it

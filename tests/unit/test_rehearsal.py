@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poplar.config import ZERO_STAGES
+from poplar.errors import ProfileError
 from poplar.plan import ClusterProfile, RankProfile
 from poplar.planning.cost import Row, predict
 from poplar.profiling import rehearsal
 from poplar.profiling.rehearsal import RehearsedStep, corrected, rehearse, rows_to_rehearse
-from poplar.profiling.together import Choice, TimedSteps
+from poplar.profiling.together import Choice, StepTaker, TimedSteps
+from poplar.zero.comm import LoopbackComm
 
 _LARGEST = 16
 
@@ -182,6 +184,17 @@ def test_steps_of_sizes_that_turned_out_not_to_fit_are_forgotten() -> None:
     (found,) = _rehearse(cluster, [alone], 32)
     assert found.ranks[0].max_micro_batch_size == 4
     assert max(size for _, rows, _ in cluster.taken for size in rows[0]) <= 4
+
+
+def test_a_rank_that_runs_out_of_memory_without_samples_ends_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to take from it, so that trying again would never end."""
+    monkeypatch.setattr(StepTaker, "_time", lambda *arguments: (None, (1,)))
+    monkeypatch.setattr("poplar.profiling.together.give_back", lambda device: None)
+    nothing: Any = None
+    taker = StepTaker(engines=nothing, batches=nothing, comm=LoopbackComm(0, 2), device=nothing)
+    alone = ClusterProfile(zero_stage=3, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.1)))
+    with pytest.raises(ProfileError, match=r"rank 1 \(card\) runs out of memory at stage 3"):
+        taker.take(alone, lambda profile: ([((4,), (profile.ranks[1].max_micro_batch_size,))], 1))
 
 
 def test_long_steps_are_visited_once() -> None:
