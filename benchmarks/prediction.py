@@ -189,14 +189,16 @@ def steps_of(plan: Plan, rank: int) -> Iterator[Any]:
 
 
 def step_s(engine: Engine, steps: Iterator[Any], comm: ProcessGroupComm, waits_s: list[float]) -> float:
-    """Return the seconds of a step, and note what of them this rank waited."""
+    """Return the seconds of a step, and note what of them this rank waited, at the end too."""
     micro_batches = next(steps)
     comm.barrier()
     began_s, waited_s = time.perf_counter(), engine.wait_s
     engine.step(micro_batches)
-    waits_s.append(engine.wait_s - waited_s)
+    stepped_s, waited_s = time.perf_counter(), engine.wait_s - waited_s
     comm.barrier()
-    return time.perf_counter() - began_s
+    ended_s = time.perf_counter()
+    waits_s.append(waited_s + ended_s - stepped_s)
+    return ended_s - began_s
 
 
 def over_best(plan_s: Sequence[float], neighbours_s: Mapping[str, Sequence[float]]) -> float:

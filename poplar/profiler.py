@@ -180,7 +180,7 @@ def _measure(
     reference: ClusterProfile | None = None,
 ) -> tuple[ClusterProfile, ...]:
     with _without_trace():
-        return ProfileSession(recipe, settings, comm, device).profile_stages(stages, reference)
+        return ProfileSession(recipe, settings, comm, device, reference).profile_stages(stages)
 
 
 def _checked_stages(zero_stage: Any) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from poplar.zero.comm import Communicator
 if TYPE_CHECKING:
     from poplar.profiling.session import ProfileSettings
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 """Goes up when profiles are measured in another way."""
 _OTHER_MEMORY = 1.1
 """A profile that memory limited is made anew where there is so much more of it now."""
@@ -34,10 +34,17 @@ class ProfileCache:
     Args:
         facts: of the recipe.
         precision: as resolved.
+        reference: a profile at whose speed those here are, so that they do not hold beside another.
     """
 
     def __init__(
-        self, settings: ProfileSettings, comm: Communicator, device: Device, facts: RecipeFacts, precision: str
+        self,
+        settings: ProfileSettings,
+        comm: Communicator,
+        device: Device,
+        facts: RecipeFacts,
+        precision: str,
+        reference: ClusterProfile | None = None,
     ):
         self._folder = None if settings.cache_dir is None else Path(settings.cache_dir)
         self._refresh = settings.refresh
@@ -55,6 +62,9 @@ class ProfileCache:
             "units": repr(settings.units),
             "clips": settings.max_grad_norm is not None,
             "largest": self._largest_wanted,
+            # What the ranks do together are steps of a plan for it.
+            "global_batch_size": settings.global_batch_size,
+            "reference": None if reference is None else reference.to_json(),
             "memory_margin": settings.memory_margin,
             "memory_fraction": device.memory_fraction,
             "device": _describe(device),

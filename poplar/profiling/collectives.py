@@ -24,7 +24,8 @@ import numpy as np
 from poplar.curve import curve_of
 from poplar.plan import ClusterProfile, RankProfile
 from poplar.planning.cost import Row
-from poplar.profiling.together import Choice, StepTaker
+from poplar.profiling.together import Choice, StepTaker, TimedSteps
+from poplar.zero.comm import from_rank_0
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 7
 ROUNDS_S = 1.5
@@ -69,6 +70,10 @@ def calibrate(taker: StepTaker, profile: ClusterProfile, global_batch_size: int 
     profile, steps = taker.take(profile, choose)
     if steps is None:
         return profile
+    return from_rank_0(taker.comm, lambda: _calibrated(profile, steps))
+
+
+def _calibrated(profile: ClusterProfile, steps: TimedSteps) -> ClusterProfile:
     medians_s = np.median(steps.seconds, axis=1)
     one_s, *two_s = (seconds - _compute_s(profile, rows) for rows, seconds in zip(steps.kinds, medians_s, strict=True))
     micro_step_s = max(0.0, two_s[0] - one_s) if two_s else 0.0

@@ -16,7 +16,7 @@ from poplar.device import Device
 from poplar.engine import Engine, LossFunction
 from poplar.errors import ConfigError
 from poplar.startup import initialize
-from poplar.zero.comm import Communicator, Done, LoopbackComm, Work
+from poplar.zero.comm import Communicator, Done, LoopbackComm, Work, raise_together
 from poplar.zero.tree import tensors_in
 
 NUM_SAMPLES_LOOKED_AT = 64
@@ -114,14 +114,19 @@ class EngineSettings:
 
     def build(self, zero_stage: int, comm: Communicator, device: Device, watch: LossWatch | None = None) -> Engine:
         """Return an engine that steps as in training, but moves no weight. Collective over ``comm``."""
-        with device.uncounted():
-            model = self.recipe.model()
+        failure: Exception | None = None
+        try:
+            with device.uncounted():
+                model = self.recipe.model()
+            optimizer = self.recipe.optimizer(model)
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    group["lr"] = group["lr"] * 0
+        except Exception as error:
+            failure = error
+        raise_together(comm, failure, "could not build the recipe's model and optimizer")
         if isinstance(comm, ProbeComm):
             comm.on_meta = any(param.is_meta for param in model.parameters())
-        optimizer = self.recipe.optimizer(model)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * 0
         return initialize(
             model,
             optimizer,

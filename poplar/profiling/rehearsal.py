@@ -15,7 +15,10 @@ plan its height:
 No stage is favoured by a slow second: the steps are taken in visits, every stage once a visit, a few steps each. And
 each visit takes the steps of the plan as the visits before have corrected it, since a step tells most of batches like
 its own. What the collectives add is shared out over micro-steps and step by the bytes that they send (stage 2: a
-reduce-scatter in every micro-step and an all-gather at the end; stage 3: all in micro-steps).
+reduce-scatter in every micro-step and an all-gather at the end; stage 3: all in micro-steps). Where the corrected
+curves leave nothing for them, they are 0 and the curves a little lower, so that a step like those takes their median.
+
+The plan is always that of "exact", since which strategy is going to plan is not known here.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from poplar.plan import ClusterProfile
 from poplar.planning.cost import Row, predict
 from poplar.profiling.collectives import balanced_sizes
 from poplar.profiling.together import Choice, StepTaker
+from poplar.zero.comm import from_rank_0
 
 NUM_VISITS = 2
 MIN_STEPS, MAX_STEPS = 2, 4
@@ -76,11 +80,15 @@ def rehearse(
             part.visit(taker, global_batch_size)
         if sum(step.seconds for part in parts for step in part.steps) * NUM_VISITS > number * LONG_REHEARSAL_S:
             break
-    level = 1.0
-    if reference is not None:
-        steps = parts.pop().steps
-        level = median([step.seconds / predict(reference, step.rows).step_s for step in steps] or [1.0])
-    return [corrected(part.profile, part.steps).scaled(1 / level) for part in parts]
+
+    def result() -> list[ClusterProfile]:
+        level = 1.0
+        if reference is not None:
+            steps = parts.pop().steps
+            level = median([step.seconds / predict(reference, step.rows).step_s for step in steps] or [1.0])
+        return [corrected(part.profile, part.steps).scaled(1 / level) for part in parts]
+
+    return from_rank_0(taker.comm, result)
 
 
 class _Part:

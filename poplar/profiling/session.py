@@ -29,7 +29,7 @@ _MIB = 2**20
 LARGEST_MICRO_BATCH_SIZE = 4096
 CARD_BUDGETS_S = (60.0, 0.5)
 """Defaults of ``stage_budget_s`` and ``point_budget_s``."""
-CPU_BUDGETS_S = (1.7, 0.15)
+CPU_BUDGETS_S = (1.5, 0.15)
 """The same for a plain CPU rank: it has much memory, and little to gain from large micro-batches."""
 
 
@@ -55,7 +55,7 @@ class ProfileSettings:
     memory_margin: float = 0.05
     """Share of the usable memory left free: training has the collectives' buffers and fragmentation on top."""
     stage_budget_s: float | None = None
-    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 1.7."""
+    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 1.5."""
     point_budget_s: float | None = None
     """About how long one size may be repeated while its times disagree. None: 0.5, on CPU ranks 0.15."""
     cache_dir: str | os.PathLike[str] | None = None
@@ -95,10 +95,22 @@ class ProfileSettings:
 
 
 class ProfileSession:
-    """One call of ``profile``: what its stages share."""
+    """One call of ``profile``: what its stages share.
 
-    def __init__(self, recipe: Recipe, settings: ProfileSettings, comm: Communicator, device: Device):
+    Args:
+        reference: see ``rehearse``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        settings: ProfileSettings,
+        comm: Communicator,
+        device: Device,
+        reference: ClusterProfile | None = None,
+    ):
         self._settings = settings
+        self._reference = reference
         self._comm = comm
         self._device = device
         self._batches = ProbeBatches(recipe, device)
@@ -118,16 +130,10 @@ class ProfileSession:
         self._facts: RecipeFacts = self._together(
             "reading the recipe", lambda: learn_facts(recipe, precision, self._batches.make(1))
         )
-        self._cache = ProfileCache(settings, comm, device, self._facts, precision.name)
+        self._cache = ProfileCache(settings, comm, device, self._facts, precision.name, reference)
 
-    def profile_stages(
-        self, zero_stages: Sequence[int], reference: ClusterProfile | None = None
-    ) -> tuple[ClusterProfile, ...]:
-        """Return the profile of each stage. Collective.
-
-        Args:
-            reference: see ``rehearse``.
-        """
+    def profile_stages(self, zero_stages: Sequence[int]) -> tuple[ClusterProfile, ...]:
+        """Return the profile of each stage. Collective."""
         found: dict[int, ClusterProfile] = {}
         fresh = []
         for stage in zero_stages:
@@ -140,8 +146,9 @@ class ProfileSession:
             batch = self._settings.global_batch_size
             if all(row[0] for row in self._comm.gather_floats([self._device.torch_device.type == "cpu"])):
                 # Those from the cache too: they were measured at another time, and are to be compared with the others.
-                corrected = rehearse(taker, list(found.values()), batch, reference)
+                corrected = rehearse(taker, list(found.values()), batch, self._reference)
                 found = dict(zip(found, corrected, strict=True))
+                fresh = [*found]
             else:
                 found |= {stage: calibrate(taker, found[stage], batch) for stage in fresh}
         for stage in fresh:

@@ -54,45 +54,31 @@ class StepTaker:
     ) -> tuple[ClusterProfile, TimedSteps | None]:
         """Take the steps that ``choose`` says, at the stage and with the shards of ``profile``.
 
-        Where a rank runs out of memory with what had fitted it alone, it is bounded, and they are chosen anew.
+        Where a rank runs out of memory with what had fitted it alone, it is bounded, and they are chosen anew. Where it
+        had no samples, the stage does not fit, and no rank is left any.
 
         Returns:
             the profile, bounded for such ranks; the steps, None if there were no kinds to take.
 
         Raises:
-            ProfileError: another rank failed, not by running out of memory; the failing rank raises its own error. Or a
-                rank ran out of memory without any samples.
+            ProfileError: another rank failed, not by running out of memory; the failing rank raises its own error.
         Collective.
         """
-        alone = profile
-        outgrown: set[int] = set()
+        notes: dict[int, str] = {}
         while True:
             kinds, num_rounds = from_rank_0(self.comm, lambda: choose(profile))  # noqa: B023  # called at once
             if not kinds:
-                return profile, None
+                steps = None
+                break
             times, failed_ranks = self._time(profile, kinds, num_rounds)
             give_back(self.device)
             if times is not None:
+                seconds, waited_s = times[:, 0].max(axis=0), times[:, 1]
+                steps = TimedSteps(kinds=tuple(map(tuple, kinds)), seconds=seconds, waited_s=waited_s)
                 break
             for rank in failed_ranks:
-                if _largest(kinds, rank) == 0:
-                    raise ProfileError(
-                        f"rank {rank} ({profile.ranks[rank].device}) runs out of memory at stage {profile.zero_stage} "
-                        "in steps of all ranks though it computes nothing in them: its model state and the "
-                        "collectives' buffers do not fit; leave it out, or take a higher stage"
-                    )
-                profile = _bounded(profile, rank, _largest(kinds, rank) * 9 // 10)
-            outgrown.update(failed_ranks)
-        for rank in sorted(outgrown):  # what ran among others is known to fit, and nothing above it
-            largest = _largest(kinds, rank)
-            was = alone.ranks[rank]
-            note = (
-                f"rank {rank} ({was.device}), stage {profile.zero_stage}: up to {largest} samples fit it among others; "
-                f"alone it ran up to {was.max_micro_batch_size}"
-            )
-            profile = replace(_bounded(profile, rank, largest), notes=(*profile.notes, note))
-        steps = TimedSteps(kinds=tuple(map(tuple, kinds)), seconds=times[:, 0].max(axis=0), waited_s=times[:, 1])
-        return profile, steps
+                profile, notes[rank] = _without_what_failed(profile, rank, _largest(kinds, rank))
+        return replace(profile, notes=(*profile.notes, *(notes[rank] for rank in sorted(notes)))), steps
 
     def _time(
         self, profile: ClusterProfile, kinds: Sequence[Sequence[Row]], num_rounds: int
@@ -120,9 +106,10 @@ class StepTaker:
         except Exception as error:
             failure = error
         outcomes = [row[0] for row in comm.gather_floats([_outcome(failure)])]
-        if any(outcome == _BUG for outcome in outcomes):
-            assert failure is not None
-            raise ProfileError(str(failure)) if isinstance(failure, StepError) else failure
+        if _BUG in outcomes:
+            if failure is None or isinstance(failure, StepError):
+                raise ProfileError(str(failure or f"rank {outcomes.index(_BUG)} failed in steps of all ranks together"))
+            raise failure
         if any(outcomes):
             return None, tuple(rank for rank, outcome in enumerate(outcomes) if outcome == _OUT_OF_MEMORY)
         # All leave the same barriers, so that the clocks of the ranks differ by very little.
@@ -131,6 +118,23 @@ class StepTaker:
 
 def _largest(kinds: Sequence[Sequence[Row]], rank: int) -> int:
     return max((size for rows in kinds for size in rows[rank]), default=0)
+
+
+def _without_what_failed(profile: ClusterProfile, rank: int, failed: int) -> tuple[ClusterProfile, str]:
+    """Return the profile after ``rank`` ran out of memory with ``failed`` samples at most, and what to say of it."""
+    who = f"rank {rank} ({profile.ranks[rank].device}), stage {profile.zero_stage}"
+    if failed == 0:
+        for every in range(profile.world_size):
+            profile = _bounded(profile, every, 0)
+        return profile, (
+            f"{who}: ran out of memory in steps of all ranks though it had no samples; its model state and the "
+            "collectives' buffers do not fit"
+        )
+    largest = failed * 9 // 10
+    return _bounded(profile, rank, largest), (
+        f"{who}: ran out of memory with {failed} samples in steps of all ranks, which had fitted it alone; it gets "
+        f"{largest} at most"
+    )
 
 
 def _bounded(profile: ClusterProfile, rank: int, largest: int) -> ClusterProfile:
@@ -161,15 +165,23 @@ def _take_steps(
     engine.step(steps[0][:1])  # makes connections, the order of the collectives and the optimizer's state
     for number in range(num_rounds):
         for kind, micro_batches in enumerate(steps):
-            waited_s = engine.wait_s
-            times[0, kind, number] = _step_s(engine, micro_batches, comm, device)
-            times[1, kind, number] = engine.wait_s - waited_s
+            times[:, kind, number] = _time_step(engine, micro_batches, comm, device)
     return times.ravel().tolist()
 
 
-def _step_s(engine: Engine, micro_batches: Sequence[Batch | None], comm: Communicator, device: Device) -> float:
+def _time_step(
+    engine: Engine, micro_batches: Sequence[Batch | None], comm: Communicator, device: Device
+) -> tuple[float, float]:
+    """Return the seconds of a step, and what of them this rank waited, at the end too. Collective."""
+    failure: Exception | None = None
     comm.barrier()
-    began_s = device.clock_s()
-    engine.step(micro_batches)
-    comm.barrier()
-    return device.clock_s() - began_s
+    began_s, waited_s = device.clock_s(), engine.wait_s
+    try:
+        engine.step(micro_batches)
+    except Exception as error:
+        failure = error
+    stepped_s, waited_s = device.clock_s(), engine.wait_s - waited_s
+    # A barrier, too; a later step of the optimizer fails on one rank alone, and the engine would tell in the next step.
+    raise_together(comm, failure, "failed in a step of all ranks together")
+    ended_s = device.clock_s()
+    return ended_s - began_s, waited_s + ended_s - stepped_s

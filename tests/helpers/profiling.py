@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,9 @@ class FakeDevice(Device):
 
 class EchoComm(LoopbackComm):
     """A group whose other ranks are just like this one, and say the same."""
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        return [list(values)] * self.world_size
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.world_size

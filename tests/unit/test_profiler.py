@@ -21,10 +21,12 @@ import poplar
 from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.plan import ClusterProfile, Plan, RankProfile
+from poplar.profiling.cache import ProfileCache
 from poplar.profiling.collectives import balanced_sizes
 from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.profiling.probe import RankProbe
 from poplar.profiling.search import LargestSearch
+from poplar.profiling.session import ProfileSettings
 from poplar.profiling.state import learn_facts
 from poplar.profiling.timing import MAX_REPEATS, sizes_to_time, summarize
 from poplar.zero.comm import LoopbackComm
@@ -160,9 +162,9 @@ def test_points_are_the_seconds_of_a_micro_step(zero_stage: int) -> None:
     result = _scripted(lambda size, number: 0.01 + 0.002 * size, world_size=2, zero_stage=zero_stage)
     assert [size for size, _ in result.ranks[0].points] == [1, 2, 4, 8, 16]
     for size, seconds in result.ranks[0].points:
-        assert seconds == pytest.approx(0.01 + 0.002 * size)
+        assert seconds == pytest.approx(0.01 + 0.002 * size, rel=0.05)  # less what really passes in votes
     assert result.ranks[0].optimizer_step_s == pytest.approx(0, abs=1e-9)
-    assert (result.micro_step_collective_s, result.step_collective_s) == pytest.approx((0, 0), abs=1e-9)
+    assert (result.micro_step_collective_s, result.step_collective_s) == pytest.approx((0, 0), abs=2e-3)
 
 
 def test_slow_first_calls_do_not_colour_the_curve() -> None:
@@ -421,7 +423,9 @@ def test_losses_that_are_not_finite_do_not_keep_the_optimizer_from_stepping(zero
     assert result.ranks[0].state_bytes == pytest.approx(expected, rel=0.01) and len(steps) > 10
 
 
-def test_a_model_on_meta_has_sane_values_on_every_rank() -> None:
+def test_a_model_on_meta_has_sane_values_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poplar.profiling.session.rehearse", lambda taker, profiles, *more: list(profiles))
+
     def on_meta() -> nn.Module:
         with torch.device("meta"):
             return build_model()
@@ -565,6 +569,7 @@ def test_an_earlier_profile_is_taken_until_something_that_matters_changes(tmp_pa
     assert is_measured(recipe, tmp_path, FakeDevice(name="other-1g"))
     assert is_measured(recipe, tmp_path, max_grad_norm=1.0)
     assert is_measured(recipe, tmp_path, max_micro_batch_size=8)
+    assert is_measured(recipe, tmp_path, global_batch_size=64)
     assert is_measured(recipe, tmp_path, comm=EchoComm(0, 3))
     assert is_measured(make_recipe(before_loss=calls.append, model=_Overflows), tmp_path)
     assert is_measured(recipe, tmp_path, FakeDevice(first.ranks[0].memory_points[-1][1] - 1))
@@ -579,6 +584,32 @@ def test_a_profile_that_memory_limited_is_made_anew_where_there_is_more(tmp_path
     assert small.ranks[0].max_micro_batch_size < 16
     assert _cached(make_recipe(), tmp_path, FakeDevice(int(memory_bytes * 1.05))) == small
     assert _cached(make_recipe(), tmp_path, FakeDevice(10 * memory_bytes)).ranks[0].max_micro_batch_size == 16
+
+
+def test_an_earlier_profile_is_kept_as_it_was_corrected_among_new_ones(tmp_path: Path) -> None:
+    """Or the next time it would be compared with them at the speed of another day."""
+
+    def found(*zero_stages: int) -> tuple[ClusterProfile, ...]:
+        arguments = {**_QUICK, "cache_dir": tmp_path, "comm": EchoComm(0, 2), "device": FakeDevice()}
+        return poplar.profile(make_recipe(), zero_stage=zero_stages, **arguments)
+
+    (alone,) = found(2)
+    among_others = found(2, 3)
+    assert among_others[0] != alone and among_others[0].ranks[0].memory_points == alone.ranks[0].memory_points
+    assert found(2, 3) == among_others and found(2) == among_others[:1]
+
+
+def test_uneven_shards_hold_beside_the_profile_that_they_were_compared_with(tmp_path: Path) -> None:
+    facts = learn_facts(make_recipe(), resolve_precision("fp32", []), None)
+    settings = ProfileSettings(cache_dir=tmp_path)
+    reference = _scripted(lambda size, number: 0.01 * size, world_size=2)
+
+    def cache(reference: ClusterProfile | None) -> ProfileCache:
+        return ProfileCache(settings, EchoComm(0, 2), FakeDevice(), facts, "fp32", reference)
+
+    cache(reference).write(reference)
+    assert cache(reference).read(0) is not None
+    assert cache(reference.scaled(1.1)).read(0) is None and cache(None).read(0) is None
 
 
 def test_a_damaged_cache_file_is_measured_anew(tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from poplar.allocator import allocate
 from poplar.config import ZERO_STAGES
-from poplar.errors import ProfileError
+from poplar.errors import InfeasiblePlanError
 from poplar.plan import ClusterProfile, RankProfile
 from poplar.planning.cost import Row, predict
-from poplar.profiling import rehearsal
+from poplar.profiling import rehearsal, together
 from poplar.profiling.rehearsal import RehearsedStep, corrected, rehearse, rows_to_rehearse
 from poplar.profiling.together import Choice, StepTaker, TimedSteps
 from poplar.zero.comm import LoopbackComm
+from tests.helpers.profiling import FakeDevice, ScriptedClock
 
 _LARGEST = 16
 
@@ -108,7 +110,9 @@ def test_a_rank_with_nothing_to_do_is_taken_to_be_off_as_the_others_are() -> Non
 def test_one_slow_step_changes_nothing() -> None:
     truth = ClusterProfile(zero_stage=2, ranks=(_rank(0.1, 0.1), _rank(0.2, 0.2))).with_collectives(0.05, 0.05)
     steps = [_step(truth, [(8, 8), (4, 4)], speed) for speed in (1.0, 1.0, 7.0, 1.0)]
-    assert predict(corrected(truth, steps), [(8, 8), (4, 4)]).step_s == pytest.approx(steps[0].seconds)
+    found = corrected(truth, steps)
+    assert predict(found, [(8, 8), (4, 4)]).step_s == pytest.approx(steps[0].seconds)
+    assert [found.micro_step_collective_s, found.step_collective_s] == pytest.approx([0.05, 0.05])
 
 
 def test_what_is_rehearsed_is_the_plan_of_the_batch_or_of_as_much_as_is_quick() -> None:
@@ -125,7 +129,12 @@ def test_what_is_rehearsed_is_the_plan_of_the_batch_or_of_as_much_as_is_quick() 
 
 
 class _Cluster:
-    """Takes steps as they are by ``truths``, by stage and shards, ``speed`` times slower."""
+    """Takes steps as they are by ``truths``, by stage and shards, ``speed`` times slower.
+
+    Rank 0 turns out to have room for ``bound`` samples, in the second visit.
+    """
+
+    comm = LoopbackComm()
 
     def __init__(self, truths: dict[Any, ClusterProfile], speed: float = 1.0, bound: int = _LARGEST):
         self.truths, self.speed, self.bound = truths, speed, bound
@@ -134,7 +143,7 @@ class _Cluster:
     def take(
         self, profile: ClusterProfile, choose: Callable[[ClusterProfile], Choice]
     ) -> tuple[ClusterProfile, TimedSteps | None]:
-        if self.bound < profile.ranks[0].max_micro_batch_size:
+        if self.taken and self.bound < profile.ranks[0].max_micro_batch_size:
             first = _rank(0.1, 0.1, largest=self.bound)
             profile = ClusterProfile(zero_stage=profile.zero_stage, ranks=(first, *profile.ranks[1:]))
         (rows,), number = choose(profile)
@@ -180,21 +189,79 @@ def test_a_profile_of_other_shards_is_compared_at_the_speed_of_its_reference() -
 
 def test_steps_of_sizes_that_turned_out_not_to_fit_are_forgotten() -> None:
     alone = ClusterProfile(zero_stage=0, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.1)))
-    cluster = _Cluster({(0, None): alone}, bound=4)
+    truth = alone.scaled(3.0)
+    cluster = _Cluster({(0, None): truth}, bound=4)
     (found,) = _rehearse(cluster, [alone], 32)
-    assert found.ranks[0].max_micro_batch_size == 4
-    assert max(size for _, rows, _ in cluster.taken for size in rows[0]) <= 4
+    (_, first, _), (_, second, _) = cluster.taken
+    assert max(first[0]) > 4 >= max(second[0]) and found.ranks[0].max_micro_batch_size == 4
+    assert dict(found.ranks[0].points)[4] == pytest.approx(dict(truth.ranks[0].points)[4])
 
 
-def test_a_rank_that_runs_out_of_memory_without_samples_ends_profiling(monkeypatch: pytest.MonkeyPatch) -> None:
+def _taker(comm: Any = None) -> StepTaker:
+    nothing: Any = None
+    return StepTaker(engines=nothing, batches=nothing, comm=comm or LoopbackComm(0, 2), device=nothing)
+
+
+def _steps_of_largest(profile: ClusterProfile) -> Choice:
+    rows = tuple((rank.max_micro_batch_size,) for rank in profile.ranks)
+    return ([rows], 1) if any(map(sum, rows)) else ([], 0)
+
+
+def test_where_a_rank_runs_out_of_memory_without_samples_the_stage_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing is left to take from it, so that trying again would never end."""
     monkeypatch.setattr(StepTaker, "_time", lambda *arguments: (None, (1,)))
     monkeypatch.setattr("poplar.profiling.together.give_back", lambda device: None)
-    nothing: Any = None
-    taker = StepTaker(engines=nothing, batches=nothing, comm=LoopbackComm(0, 2), device=nothing)
     alone = ClusterProfile(zero_stage=3, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.1)))
-    with pytest.raises(ProfileError, match=r"rank 1 \(card\) runs out of memory at stage 3"):
-        taker.take(alone, lambda profile: ([((4,), (profile.ranks[1].max_micro_batch_size,))], 1))
+    found, steps = _taker().take(alone, _steps_of_largest)
+    assert steps is None and [rank.max_micro_batch_size for rank in found.ranks] == [0, 0]
+    assert [note for note in found.notes if "rank 1 (card), stage 3: ran out of memory" in note] == [*found.notes]
+    with pytest.raises(InfeasiblePlanError):
+        allocate(found, 8)
+
+
+def test_a_rank_that_runs_out_of_memory_is_told_of_once_and_keeps_what_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the step that then runs is of fewer samples."""
+
+    def time(taker: StepTaker, profile: ClusterProfile, kinds: Any, num_rounds: int) -> Any:
+        return (None, (1,)) if kinds[0][1][0] > 10 else (np.zeros((2, 2, 1, 1)), ())
+
+    monkeypatch.setattr(StepTaker, "_time", time)
+    monkeypatch.setattr("poplar.profiling.together.give_back", lambda device: None)
+
+    def choose(profile: ClusterProfile) -> Choice:
+        largest = profile.ranks[1].max_micro_batch_size
+        return [((4,), (largest if largest > 12 else 3,))], 1
+
+    alone = ClusterProfile(zero_stage=3, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.1)))
+    found, steps = _taker().take(alone, choose)
+    assert steps is not None and found.ranks[1].max_micro_batch_size == 12
+    assert found.notes == (
+        "rank 1 (card), stage 3: ran out of memory with 14 samples in steps of all ranks, which had fitted it alone; "
+        "it gets 12 at most",
+    )
+
+
+def test_a_rank_waits_at_the_end_of_a_step_too() -> None:
+    """For an optimizer that is slower than its own, say; it is not its own compute."""
+
+    class Late(LoopbackComm):
+        def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+            clock.now_s += 0.03
+            return super().gather_floats(values)
+
+    class Engine:
+        wait_s = 5.0
+
+        def step(self, micro_batches: Any) -> None:
+            clock.now_s += 0.1
+            self.wait_s += 0.01
+
+    clock = ScriptedClock(lambda size, number: 0.0)
+    engine: Any = Engine()
+    times = together._take_steps(engine, [[None]], 2, Late(), FakeDevice(clock=clock))
+    assert times == pytest.approx([0.13, 0.13, 0.04, 0.04])
 
 
 def test_long_steps_are_visited_once() -> None:
