@@ -126,8 +126,12 @@ class _Measurement:
         began_s = time.monotonic()
         self.search.record(size, self.probe.trial(size))
         self._sample_s = (time.monotonic() - began_s) / _MICRO_STEPS_OF_TRIAL / size
-        if size == 1 == self.search.largest and not self._time_once(1):
-            self.search.record(1, None)
+        if size == 1 == self.search.largest:
+            if self._time_once(1):
+                # One slow trial is not to end the search at the first sample.
+                self._sample_s = min([self._sample_s, *self.probe.runs_s.get(1, [])])
+            else:
+                self.search.record(1, None)
 
     def _accept(self, size: int) -> None:
         """Time a size for which memory is no question, instead of trying it; not again what another stage has timed."""

@@ -12,8 +12,8 @@ plan its height:
     factor of a rank = median over the steps of (step - waited) / (compute of its micro-batches by its curve)
     collectives      = median over the steps of  step - (step by the corrected curves)
 
-No stage is favoured by a slow second: the steps are taken in visits, every stage once a visit, a few steps each. And
-each visit takes the steps of the plan as the visits before have corrected it, since a step tells most of batches like
+No stage is favoured by a slow second: the steps are taken in visits, every stage once a visit, few steps each. And each
+visit takes the steps of the plan as the visits before have corrected it, since a step tells most of batches like
 its own. What the collectives add is shared out over micro-steps and step by the bytes that they send (stage 2: a
 reduce-scatter in every micro-step and an all-gather at the end; stage 3: all in micro-steps). Where the corrected
 curves leave nothing for them, they are 0 and the curves a little lower, so that a step like those takes their median.
@@ -35,10 +35,11 @@ from poplar.profiling.collectives import balanced_sizes
 from poplar.profiling.together import Choice, StepTaker
 from poplar.zero.comm import from_rank_0
 
-NUM_VISITS = 2
-MIN_STEPS, MAX_STEPS = 2, 4
+NUM_VISITS = 3
+"""Odd, with few steps in each: those of one visit share a slow second, and the median is to leave out a whole visit."""
+MIN_STEPS, MAX_STEPS = 1, 4
 """Of a visit."""
-VISIT_S = 1.0
+VISIT_S = 0.6
 """About how long the steps of a visit may take; long steps take longer."""
 LONG_STEP_S = 2.0
 """A step need not be longer to tell how a rank's curve is off; then the plan of a smaller global batch is rehearsed."""

@@ -29,7 +29,7 @@ _MIB = 2**20
 LARGEST_MICRO_BATCH_SIZE = 4096
 CARD_BUDGETS_S = (60.0, 0.5)
 """Defaults of ``stage_budget_s`` and ``point_budget_s``."""
-CPU_BUDGETS_S = (1.5, 0.15)
+CPU_BUDGETS_S = (1.4, 0.15)
 """The same for a plain CPU rank: it has much memory, and little to gain from large micro-batches."""
 
 
@@ -55,7 +55,7 @@ class ProfileSettings:
     memory_margin: float = 0.05
     """Share of the usable memory left free: training has the collectives' buffers and fragmentation on top."""
     stage_budget_s: float | None = None
-    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 1.5."""
+    """About how long measuring one stage may take; then no larger micro-batch is tried. None: 60, on CPU ranks 1.4."""
     point_budget_s: float | None = None
     """About how long one size may be repeated while its times disagree. None: 0.5, on CPU ranks 0.15."""
     cache_dir: str | os.PathLike[str] | None = None

@@ -131,7 +131,7 @@ def test_what_is_rehearsed_is_the_plan_of_the_batch_or_of_as_much_as_is_quick() 
 class _Cluster:
     """Takes steps as they are by ``truths``, by stage and shards, ``speed`` times slower.
 
-    Rank 0 turns out to have room for ``bound`` samples, in the second visit.
+    Rank 0 turns out to have room for ``bound`` samples in the second visit.
     """
 
     comm = LoopbackComm()
@@ -192,7 +192,7 @@ def test_steps_of_sizes_that_turned_out_not_to_fit_are_forgotten() -> None:
     truth = alone.scaled(3.0)
     cluster = _Cluster({(0, None): truth}, bound=4)
     (found,) = _rehearse(cluster, [alone], 32)
-    (_, first, _), (_, second, _) = cluster.taken
+    (_, first, _), (_, second, _), *_ = cluster.taken
     assert max(first[0]) > 4 >= max(second[0]) and found.ranks[0].max_micro_batch_size == 4
     assert dict(found.ranks[0].points)[4] == pytest.approx(dict(truth.ranks[0].points)[4])
 
