@@ -22,7 +22,7 @@ from poplar.planning.notes import listed
 from poplar.planning.timeline import COLLECTIVE, COMPUTE, IDLE, OPTIMIZER, Span, timeline
 from poplar.tables import MAX_ROWS, format_bytes, format_seconds
 
-NO_MATPLOTLIB = "pictures need matplotlib: python -m pip install 'poplar-zero[plot]'"
+NO_MATPLOTLIB = "pictures need matplotlib: python -m pip install matplotlib"
 _CARD_COLORS = ("#1b6ca8", "#e0a030", "#4a9a5b", "#8e5aa8", "#7a6a5a", "#3fa7b5")
 _SPAN_COLORS = {IDLE: "#e4e4e4", COLLECTIVE: "#c0504d", OPTIMIZER: "#555555"}
 _LIMIT_COLOR = "#c0504d"

@@ -45,6 +45,10 @@ def _check_zero_stage(zero_stage: object) -> None:
     _check(zero_stage in ZERO_STAGES and _is_int(zero_stage), f"zero_stage must be 0, 1, 2 or 3; got {zero_stage!r}")
 
 
+LARGEST_SIZE = 2**24
+"""Of a micro-batch in a profile: planning makes a list of the seconds of every size."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
     """What one rank measured of itself at one ZeRO stage, with nobody to wait for."""
@@ -74,14 +78,24 @@ class RankProfile:
         object.__setattr__(self, "point_spreads", tuple((size, float(spread)) for size, spread in self.point_spreads))
         maximum = self.max_micro_batch_size
         _check(
-            _is_int(maximum) and maximum >= 0,
-            f"max_micro_batch_size must be an integer, 0 or more; got {maximum!r} ({self.device})",
+            _is_int(maximum) and 0 <= maximum <= LARGEST_SIZE,
+            f"max_micro_batch_size must be an integer from 0 to {LARGEST_SIZE}; got {maximum!r} ({self.device})",
         )
         sizes = [size for size, _ in self.points]
         _check(
-            all(_is_int(size) and size >= 1 for size in sizes) and sizes == sorted(set(sizes)),
-            f"points must have increasing integer sizes from 1; got sizes {sizes} ({self.device})",
+            all(_is_int(size) and 1 <= size <= LARGEST_SIZE for size in sizes) and sizes == sorted(set(sizes)),
+            f"points must have increasing integer sizes from 1 to {LARGEST_SIZE}; got sizes {sizes} ({self.device})",
         )
+        for size, peak in self.memory_points:
+            _check(
+                _is_int(size) and size >= 1 and _is_int(peak) and peak >= 0,
+                f"memory_points must have sizes from 1 and whole bytes; got {(size, peak)!r} ({self.device})",
+            )
+        for size, spread in self.point_spreads:
+            _check(
+                math.isfinite(spread) and spread >= 0,
+                f"point_spreads must be finite, 0 or more; got {spread!r} at size {size} ({self.device})",
+            )
         for size, seconds in self.points:
             _check(
                 math.isfinite(seconds) and seconds > 0,
@@ -397,6 +411,9 @@ def check_shard_ratios(shard_ratios: Sequence[float], world_size: int) -> tuple[
         all(math.isfinite(ratio) and ratio >= 0 for ratio in ratios) and sum(ratios) > 0,
         f"shard_ratios must be finite, 0 or more, and not all 0; got {list(ratios)}",
     )
+    largest = max(ratios)  # the sum of numbers near the largest float is infinite
+    if not math.isfinite(sum(ratios)):
+        ratios = tuple(ratio / largest for ratio in ratios)
     total = sum(ratios)
     return ratios if abs(total - 1) < 1e-12 else tuple(ratio / total for ratio in ratios)
 

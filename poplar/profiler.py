@@ -31,7 +31,15 @@ from poplar.plan import ClusterProfile, Plan
 from poplar.planning.shards import best_suggestion
 from poplar.profiling.session import ProfileSession, ProfileSettings
 from poplar.rng import preserved_random_state
-from poplar.zero.comm import Communicator, LoopbackComm, ProcessGroupComm, from_rank_0, join_process_group
+from poplar.zero.comm import (
+    Communicator,
+    LoopbackComm,
+    ProcessGroupComm,
+    check_same,
+    from_rank_0,
+    join_process_group,
+    raise_together,
+)
 from poplar.zero.precision import PoplarWarning
 
 if TYPE_CHECKING:
@@ -74,9 +82,8 @@ def profile(
         ProfileError: another rank failed; the failing rank raises its own error.
     Collective.
     """
-    stages = _checked_stages(zero_stage)
-    checked = _checked_settings(settings)
     comm, device = _place(group, comm, device, memory_fraction)
+    stages, checked = _agree(comm, zero_stage, settings)
     profiles = _measure(recipe, stages, checked, comm, device)
     return profiles[0] if isinstance(zero_stage, int) else profiles
 
@@ -156,8 +163,7 @@ def profile_to_plan(
         the profile of each stage, and of one stage perhaps another one with uneven shards.
     Collective.
     """
-    stages = _checked_stages(zero_stage)
-    checked = _checked_settings({**settings, "global_batch_size": global_batch_size})
+    stages, checked = _agree(comm, zero_stage, {**settings, "global_batch_size": global_batch_size}, strategy)
     profiles = _measure(recipe, stages, checked, comm, device)
     # Ratios are by rank of the whole cluster, not of a group that is repeated in it.
     if strategy == "exact" and checked.shard_ratios is None and comm.shard_world_size == comm.world_size:
@@ -181,6 +187,39 @@ def _measure(
 ) -> tuple[ClusterProfile, ...]:
     with _without_trace():
         return ProfileSession(recipe, settings, comm, device, reference).profile_stages(stages)
+
+
+def _agree(
+    comm: Communicator, zero_stage: Any, settings: dict[str, Any], strategy: str | None = None
+) -> tuple[tuple[int, ...], ProfileSettings]:
+    """Return stages and settings once all ranks have the same: what the ranks do together depends on them.
+
+    Raises:
+        ConfigError: an argument is wrong; on the ranks where it is right StepError.
+        CommunicationError: the ranks were given different ones.
+    Collective.
+    """
+    problem: Exception | None = None
+    stages: tuple[int, ...] = ()
+    try:
+        stages = _checked_stages(zero_stage)
+        checked = _checked_settings(settings)
+    except ConfigError as error:
+        problem = error
+    raise_together(comm, problem, "was given arguments of profiling that are wrong")
+    shared = {
+        "strategy": strategy,
+        "zero_stage": stages,
+        "precision": checked.precision,
+        "max_grad_norm": checked.max_grad_norm,
+        "shard_ratios": None if checked.shard_ratios is None else tuple(checked.shard_ratios),
+        "global_batch_size": checked.global_batch_size,
+        "max_micro_batch_size": checked.max_micro_batch_size,
+        "cache_dir": "given" if checked.cache_dir is not None else None,
+        "refresh": checked.refresh,
+    }
+    check_same(comm, shared, "the arguments of profiling")
+    return stages, checked
 
 
 def _checked_stages(zero_stage: Any) -> tuple[int, ...]:

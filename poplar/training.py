@@ -182,7 +182,9 @@ def profile_stages(
         if config.emulate is not None:
             print(describe_emulation(config.emulate), file=sys.stderr, flush=True)
         where = f"{comm.world_size} rank{'s' if comm.world_size > 1 else ''}"
-        print(f"profiling {where} at ZeRO stage {', '.join(map(str, stages))}", file=sys.stderr, flush=True)
+        reuses = config.profile_cache_dir is not None and not config.refresh
+        doing = "profiling, or taking earlier profiles of," if reuses else "profiling"
+        print(f"{doing} {where} at ZeRO stage {', '.join(map(str, stages))}", file=sys.stderr, flush=True)
     settings: dict[str, Any] = {
         "comm": comm,
         "device": device,

@@ -107,7 +107,11 @@ def stage_options(command: Command) -> Command:
             show_default=True,
             help="Of the computation.",
         ),
-        click.option("--reuse", is_flag=True, help="Take earlier profiles where nothing that matters has changed."),
+        click.option(
+            "--reuse",
+            is_flag=True,
+            help="Take earlier profiles where nothing that matters has changed, and keep new ones.",
+        ),
         click.option("--refresh", is_flag=True, help="Measure anew, and keep the profiles for --reuse."),
     )
     return _apply(options, command)

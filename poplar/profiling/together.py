@@ -93,7 +93,8 @@ class StepTaker:
             steps = [[made.get(size) for size in rows[comm.rank]] for rows in kinds]
         except Exception as error:
             failure = error
-        raise_together(comm, failure, "could not make a batch for the steps of all ranks together")
+        if failed_ranks := _failed_ranks(comm, failure):
+            return None, failed_ranks
         seconds: list[float] = []
         try:
             engines = replace(self.engines, shard_ratios=profile.shard_ratios)
@@ -105,13 +106,8 @@ class StepTaker:
                     engine.close()
         except Exception as error:
             failure = error
-        outcomes = [row[0] for row in comm.gather_floats([_outcome(failure)])]
-        if _BUG in outcomes:
-            if failure is None or isinstance(failure, StepError):
-                raise ProfileError(str(failure or f"rank {outcomes.index(_BUG)} failed in steps of all ranks together"))
-            raise failure
-        if any(outcomes):
-            return None, tuple(rank for rank, outcome in enumerate(outcomes) if outcome == _OUT_OF_MEMORY)
+        if failed_ranks := _failed_ranks(comm, failure):
+            return None, failed_ranks
         # All leave the same barriers, so that the clocks of the ranks differ by very little.
         return np.array(comm.gather_floats(seconds)).reshape(comm.world_size, 2, len(kinds), num_rounds), ()
 
@@ -148,6 +144,23 @@ def _bounded(profile: ClusterProfile, rank: int, largest: int) -> ClusterProfile
         point_spreads=tuple(point for point in row.point_spreads if point[0] <= largest),
     )
     return replace(profile, ranks=(*profile.ranks[:rank], bounded, *profile.ranks[rank + 1 :]))
+
+
+def _failed_ranks(comm: Communicator, failure: Exception | None) -> tuple[int, ...]:
+    """Return the ranks that ran out of memory.
+
+    Raises:
+        ProfileError: another rank failed in another way; the failing rank raises its own error.
+    Collective.
+    """
+    outcomes = [row[0] for row in comm.gather_floats([_outcome(failure)])]
+    if _BUG in outcomes:
+        texts = comm.gather_objects(f"{type(failure).__name__}: {failure}")
+        if failure is not None and not isinstance(failure, StepError):
+            raise failure
+        rank = outcomes.index(_BUG)
+        raise ProfileError(str(failure or f"rank {rank} failed around the steps of all ranks together: {texts[rank]}"))
+    return tuple(rank for rank, outcome in enumerate(outcomes) if outcome == _OUT_OF_MEMORY)
 
 
 def _outcome(failure: Exception | None) -> float:

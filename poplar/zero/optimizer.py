@@ -162,6 +162,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
                     _trial_step(optimizer, settings, pieces=False),
                     _trial_step(optimizer, settings, pieces=True),
                 )
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
         except Exception as error:
             raise _not_elementwise(optimizer, f"it cannot step a flat tensor: {error}") from error
         if not torch.allclose(whole, pieces, rtol=1e-9, atol=1e-12, equal_nan=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,8 @@ def test_trouble_on_one_rank_stays_there() -> None:
         for profile in results[where]:
             assert [rank.max_micro_batch_size for rank in profile.ranks] == [16, 3, 16]
     quick, slow, other = (dict(rank.points) for rank in results["slow"].ranks)
-    assert quick[16] < 0.2 > other[16] and slow[16] > 0.4
+    # Not its 0.48 s: it has no samples in the steps together, so that its curve is scaled as the others' are.
+    assert slow[16] > 3 * max(quick[16], other[16])
     limited, pressed, free = (rank.max_micro_batch_size for rank in results["memory"].ranks)
     assert 0 < limited < free and 0 < pressed < free
     assert abs(limited - pressed) <= 2
@@ -138,6 +140,10 @@ def _fail_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
         built_alone.append(device.alone)
         return build_model()
 
+    def build_and_note() -> nn.Module:
+        built_alone.append(device.alone)
+        return build_model()
+
     class Fails(torch.optim.AdamW):
         steps = 0
 
@@ -147,13 +153,20 @@ def _fail_on_one_rank(rank: int, world_size: int) -> list[tuple[str, str]]:
                 raise ValueError("a bug of the optimizer")
             return super().step(closure)
 
+    def collate(samples: list[Any]) -> Any:
+        if rank == 1 and any(built_alone) and not device.alone:
+            raise ValueError("a bug of the batches")
+        return torch.utils.data.default_collate(samples)
+
     told = []
     for recipe in (
         _by_rank({1: fail}, rank),
         _by_rank({1: fail_among_others}, rank),
         make_recipe(optimizer=lambda model: Fails(model.parameters())),
         make_recipe(model=build),
+        make_recipe(model=build_and_note, collate=collate),
     ):
+        built_alone.clear()
         try:
             poplar.profile(recipe, comm=_communicator(), device=device, **_SETTINGS)
         except Exception as error:
@@ -165,11 +178,42 @@ def test_a_bug_on_one_rank_ends_all_and_is_named() -> None:
     """P05, P09: the rank itself raises its own error. Alone; among others, in a late optimizer's step, in building."""
     other, own, third = run_ranks(_fail_on_one_rank, 3, timeout_s=90)
     bugs = ["a bug of the recipe", "a bug among others", "a bug of the optimizer", "a bug of the model"]
+    bugs.append("a bug of the batches")
     assert own == [("ValueError", bug) for bug in bugs]
-    where = ["failed while being profiled at stage 0", "failed in a step", "failed in a step of all ranks together"]
-    where.append("could not build the recipe's model and optimizer")
-    expected = [f"rank 1 {what}: ValueError: {bug}" for what, bug in zip(where, bugs, strict=True)]
-    assert other == third == [(ProfileError.__name__, text) for text in expected]
+    assert other == third
+    where = [
+        "failed while being profiled at stage 0",
+        "failed in (a step|its first micro-step)",  # the latter where stage 3 is the first that gives it samples
+        "failed in a step of all ranks together",
+        "could not build the recipe's model and optimizer",
+        "failed around the steps of all ranks together",
+    ]
+    for (error, text), what, bug in zip(other, where, bugs, strict=True):
+        assert error == ProfileError.__name__ and re.fullmatch(f"rank 1 {what}: ValueError: {bug}", text)
+
+
+def _profile_with_other_arguments(rank: int, world_size: int) -> list[str]:
+    comm, told = _communicator(), []
+    for arguments in (
+        [{"zero_stage": (0, 1)}, {"zero_stage": (0, 1, 2, 3)}],
+        [{"precision": "fp32"}, {"precision": "auto"}],
+        [{"precision": "fp32"}, {"precision": "fp99"}],
+    ):
+        try:
+            poplar.profile(make_recipe(), comm=comm, device=FakeDevice(), **_SETTINGS | arguments[rank])
+        except poplar.PoplarError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_arguments_that_differ_by_rank_are_refused_on_all() -> None:
+    """What the ranks do together depends on them, so that some would wait for ever."""
+    first, second = run_ranks(_profile_with_other_arguments, 2)
+    assert first[:2] == second[:2]
+    for text in first[:2]:
+        assert text.startswith("CommunicationError: the arguments of profiling must be the same on every rank")
+    assert first[2].startswith("StepError: rank 1 was given arguments of profiling that are wrong")
+    assert second[2].startswith("ConfigError: precision must be one of")
 
 
 def _plan_and_train(rank: int, world_size: int) -> tuple[list[str], list[bool], str, list[ClusterProfile]]:

@@ -267,8 +267,12 @@ def test_sizes_are_whole_numbers(sizes):
         ({"points": ((1, math.nan),)}, "finite seconds above 0"),
         ({"points": ()}, "a card that only holds shards has neither"),
         ({"max_micro_batch_size": 0}, "a card that computes needs both"),
-        ({"max_micro_batch_size": -1}, "must be an integer, 0 or more; got -1"),
-        ({"max_micro_batch_size": 2.0}, "must be an integer, 0 or more; got 2.0"),
+        ({"max_micro_batch_size": -1}, "must be an integer from 0 to 16777216; got -1"),
+        ({"max_micro_batch_size": 2.0}, "must be an integer from 0 to 16777216; got 2.0"),
+        ({"max_micro_batch_size": 1 << 62}, "must be an integer from 0 to 16777216"),
+        ({"points": ((1, 0.1), (1 << 62, 0.2))}, "increasing integer sizes from 1 to 16777216"),
+        ({"memory_points": ((0, 0),)}, "memory_points must have sizes from 1"),
+        ({"point_spreads": ((1, math.nan),)}, "point_spreads must be finite"),
         ({"optimizer_step_s": -0.1}, "optimizer_step_s must be a finite number of seconds"),
         ({"optimizer_step_s": math.inf}, "optimizer_step_s must be a finite number of seconds"),
     ],
@@ -331,3 +335,7 @@ def test_a_plan_refuses_another_cluster():
         plan.check_cluster(3)
     with pytest.raises(PlanMismatchError, match="rank 0 runs on card GPU-b, the plan was made with GPU-a"):
         plan.check_cluster(2, ["GPU-b", "GPU-a"])
+
+
+def test_shares_near_the_largest_float_add_up_to_1() -> None:
+    assert check_shard_ratios((1e308, 1e308), 2) == (0.5, 0.5)
