@@ -411,9 +411,8 @@ def check_shard_ratios(shard_ratios: Sequence[float], world_size: int) -> tuple[
         all(math.isfinite(ratio) and ratio >= 0 for ratio in ratios) and sum(ratios) > 0,
         f"shard_ratios must be finite, 0 or more, and not all 0; got {list(ratios)}",
     )
-    largest = max(ratios)  # the sum of numbers near the largest float is infinite
-    if not math.isfinite(sum(ratios)):
-        ratios = tuple(ratio / largest for ratio in ratios)
+    if not math.isfinite(sum(ratios)):  # as of numbers near the largest float
+        ratios = tuple(ratio / max(ratios) for ratio in ratios)
     total = sum(ratios)
     return ratios if abs(total - 1) < 1e-12 else tuple(ratio / total for ratio in ratios)
 

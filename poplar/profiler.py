@@ -78,7 +78,8 @@ def profile(
         whose model state cannot fit some card has no points, and the profile says how many bytes are missing.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong; on ranks where it is right StepError.
+        CommunicationError: the ranks were given different arguments.
         ProfileError: another rank failed; the failing rank raises its own error.
     Collective.
     """
@@ -212,7 +213,7 @@ def _agree(
         "zero_stage": stages,
         "precision": checked.precision,
         "max_grad_norm": checked.max_grad_norm,
-        "shard_ratios": None if checked.shard_ratios is None else tuple(checked.shard_ratios),
+        "shard_ratios": repr(checked.shard_ratios),  # not checked yet
         "global_batch_size": checked.global_batch_size,
         "max_micro_batch_size": checked.max_micro_batch_size,
         "cache_dir": "given" if checked.cache_dir is not None else None,

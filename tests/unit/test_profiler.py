@@ -22,7 +22,7 @@ from poplar.config import ZERO_STAGES
 from poplar.errors import ConfigError, InfeasiblePlanError
 from poplar.plan import ClusterProfile, Plan, RankProfile
 from poplar.profiling.cache import ProfileCache
-from poplar.profiling.collectives import balanced_sizes
+from poplar.profiling.collectives import balanced_sizes, calibrate
 from poplar.profiling.parts import EngineSettings, ProbeBatches
 from poplar.profiling.probe import RankProbe
 from poplar.profiling.search import LargestSearch
@@ -158,13 +158,17 @@ def _scripted(seconds_of: Any, world_size: int = 1, zero_stage: int = 0, **setti
 
 
 @pytest.mark.parametrize("zero_stage", ZERO_STAGES)
-def test_points_are_the_seconds_of_a_micro_step(zero_stage: int) -> None:
+def test_points_are_the_seconds_of_a_micro_step(zero_stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_cards(taker: Any, profiles: Any, global_batch_size: Any, reference: Any) -> list[ClusterProfile]:
+        return [calibrate(taker, one, global_batch_size) for one in profiles]
+
+    monkeypatch.setattr("poplar.profiling.session.rehearse", as_on_cards)
     result = _scripted(lambda size, number: 0.01 + 0.002 * size, world_size=2, zero_stage=zero_stage)
     assert [size for size, _ in result.ranks[0].points] == [1, 2, 4, 8, 16]
     for size, seconds in result.ranks[0].points:
-        assert seconds == pytest.approx(0.01 + 0.002 * size, rel=0.05)  # less what really passes in votes
+        assert seconds == pytest.approx(0.01 + 0.002 * size)
     assert result.ranks[0].optimizer_step_s == pytest.approx(0, abs=1e-9)
-    assert (result.micro_step_collective_s, result.step_collective_s) == pytest.approx((0, 0), abs=2e-3)
+    assert (result.micro_step_collective_s, result.step_collective_s) == pytest.approx((0, 0), abs=1e-9)
 
 
 def test_slow_first_calls_do_not_colour_the_curve() -> None:

@@ -197,9 +197,9 @@ def test_steps_of_sizes_that_turned_out_not_to_fit_are_forgotten() -> None:
     assert dict(found.ranks[0].points)[4] == pytest.approx(dict(truth.ranks[0].points)[4])
 
 
-def _taker(comm: Any = None) -> StepTaker:
+def _taker() -> StepTaker:
     nothing: Any = None
-    return StepTaker(engines=nothing, batches=nothing, comm=comm or LoopbackComm(0, 2), device=nothing)
+    return StepTaker(engines=nothing, batches=nothing, comm=LoopbackComm(0, 2), device=nothing)
 
 
 def _steps_of_largest(profile: ClusterProfile) -> Choice:
