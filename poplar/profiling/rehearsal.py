@@ -103,23 +103,30 @@ class _Part:
         """Take some steps. Collective."""
 
         def choose(profile: ClusterProfile) -> Choice:
-            # Steps of sizes that have turned out not to fit tell nothing any more.
-            known = corrected(profile, self.steps if profile is self.profile else [])
+            known = corrected(profile, self._steps_that_fit(profile))
             rows = rows_to_rehearse(known, global_batch_size)
             if not rows:
                 return [], 0
             step_s = max(predict(known, rows).step_s, 1e-9)
             return [rows], round(min(MAX_STEPS, max(MIN_STEPS, VISIT_S / step_s)))
 
-        profile, found = taker.take(self.profile, choose)
-        if profile is not self.profile:
-            self.profile, self.steps = profile, []
+        self.profile, found = taker.take(self.profile, choose)
+        self.steps = self._steps_that_fit(self.profile)
         if found is not None:
             waited_s = found.waited_s[:, 0].T.tolist()
             self.steps += [
                 RehearsedStep(rows=found.kinds[0], seconds=seconds, waited_s=tuple(waited))
                 for seconds, waited in zip(found.seconds[0].tolist(), waited_s, strict=True)
             ]
+
+    def _steps_that_fit(self, profile: ClusterProfile) -> list[RehearsedStep]:
+        """Return the steps so far without sizes that have turned out not to fit: those tell nothing any more."""
+        limits = [rank.max_micro_batch_size for rank in profile.ranks]
+        return [
+            step
+            for step in self.steps
+            if all(max(row, default=0) <= limit for row, limit in zip(step.rows, limits, strict=True))
+        ]
 
 
 def rows_to_rehearse(profile: ClusterProfile, global_batch_size: int | None) -> tuple[Row, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -129,15 +130,20 @@ def test_what_is_rehearsed_is_the_plan_of_the_batch_or_of_as_much_as_is_quick() 
 
 
 class _Cluster:
-    """Takes steps as they are by ``truths``, by stage and shards, ``speed`` times slower.
+    """Takes steps as they are by ``truths``, by stage and shards, in each visit so many times slower.
 
     Rank 0 turns out to have room for ``bound`` samples in the second visit.
     """
 
     comm = LoopbackComm()
 
-    def __init__(self, truths: dict[Any, ClusterProfile], speed: float = 1.0, bound: int = _LARGEST):
-        self.truths, self.speed, self.bound = truths, speed, bound
+    def __init__(
+        self,
+        truths: dict[Any, ClusterProfile],
+        speeds: Sequence[float] = (1.0,) * rehearsal.NUM_VISITS,
+        bound: int = _LARGEST,
+    ):
+        self.truths, self.speeds, self.bound = truths, speeds, bound
         self.taken: list[tuple[int, tuple[Row, ...], int]] = []
 
     def take(
@@ -147,10 +153,11 @@ class _Cluster:
             first = _rank(0.1, 0.1, largest=self.bound)
             profile = ClusterProfile(zero_stage=profile.zero_stage, ranks=(first, *profile.ranks[1:]))
         (rows,), number = choose(profile)
-        step = _step(self.truths[profile.zero_stage, profile.shard_ratios], rows, self.speed)
+        speed = self.speeds[len(self.taken) // len(self.truths)]
+        step = _step(self.truths[profile.zero_stage, profile.shard_ratios], rows, speed)
         self.taken.append((profile.zero_stage, step.rows, number))
         seconds, waited_s = np.full((1, number), step.seconds), np.array(step.waited_s)[:, None, None]
-        return profile, TimedSteps(
+        return replace(profile), TimedSteps(  # always a new one, as from a StepTaker
             kinds=(step.rows,), seconds=seconds, waited_s=np.broadcast_to(waited_s, (len(waited_s), 1, number))
         )
 
@@ -178,10 +185,18 @@ def test_stages_take_turns_and_a_later_visit_knows_what_an_earlier_one_found() -
         assert dict(one.ranks[1].points)[8] == pytest.approx(0.51)
 
 
+def test_a_slow_visit_changes_nothing() -> None:
+    alone = ClusterProfile(zero_stage=2, ranks=(_rank(0.01, 0.02), _rank(0.01, 0.06)))
+    for slow in range(rehearsal.NUM_VISITS):
+        speeds = [2.0 if visit == slow else 1.0 for visit in range(rehearsal.NUM_VISITS)]
+        (found,) = _rehearse(_Cluster({(2, None): alone}, speeds), [alone], 32)
+        assert [dict(rank.points)[8] for rank in found.ranks] == pytest.approx([0.17, 0.49])
+
+
 def test_a_profile_of_other_shards_is_compared_at_the_speed_of_its_reference() -> None:
     reference = ClusterProfile(zero_stage=3, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.2)))
     uneven = ClusterProfile(zero_stage=3, ranks=(_rank(0.1, 0.1), _rank(0.1, 0.15)), shard_ratios=(0.75, 0.25))
-    cluster = _Cluster({(3, None): reference, (3, uneven.shard_ratios): uneven}, speed=1.3)
+    cluster = _Cluster({(3, None): reference, (3, uneven.shard_ratios): uneven}, speeds=[1.3] * rehearsal.NUM_VISITS)
     (found,) = _rehearse(cluster, [uneven], 16, reference)
     assert dict(found.ranks[1].points)[8] == pytest.approx(1.3)
     assert found.shard_ratios == uneven.shard_ratios and len(cluster.taken) == 2 * rehearsal.NUM_VISITS
