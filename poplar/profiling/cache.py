@@ -22,7 +22,7 @@ from poplar.zero.comm import Communicator
 if TYPE_CHECKING:
     from poplar.profiling.session import ProfileSettings
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 """Goes up when profiles are measured in another way."""
 _OTHER_MEMORY = 1.1
 """A profile that memory limited is made anew where there is so much more of it now."""
